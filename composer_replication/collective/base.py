@@ -67,6 +67,7 @@ class RoundOutcome:
     round: int
     members: tuple[Report, ...]  # who was averaged, by ascending replica id
     absent: Mapping[int, str]  # expected or present replicas that were not averaged, and why
+    others: tuple[Report, ...] = ()  # reports of replicas that took part without being averaged, by ascending id
     expected_next: tuple[int, ...]  # whom the next round waits for; empty: the run is over
     mean_square_norm: float  # squared norm of the decoded mean over the parameters
     mean: Callable[[int, Tensor], None]

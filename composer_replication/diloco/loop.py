@@ -1,0 +1,515 @@
+"""The outer loop: train alone for an interval, average, take one outer step, plan the next interval.
+
+Invariant: `OuterLoop` is the one owner of anchor, momentum and controller state, and changes them only from values
+that the round agreed on. Every replica that applied the same rounds therefore holds the same bits.
+
+A hand-written training loop needs ten lines:
+
+    loop = OuterLoop(model, collective, policy=AutoLoCoPolicy(AutoLoCoConfig(base_horizon=500)))
+    loop.start(preview())
+    for batch in batches:
+        loss = model(batch); loss.backward()
+        loop.before_step(); optimizer.step(); loop.step_done(lr=optimizer.param_groups[0]["lr"])
+        scheduler.step(); optimizer.zero_grad()
+        if loop.due or loop.overtaken:
+            loop.close_interval(preview())
+    loop.finish(preview())
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from composer_replication.autoloco import OuterConfig, base_momentum, coefficients
+from composer_replication.autoloco.values import Observation, Plan, Policy, Preview
+from composer_replication.collective.base import Collective, Contribution, Report, RoundOutcome, Snapshot
+from composer_replication.collective.layout import DEFAULT_CHUNK_ELEMENTS, Layout
+from composer_replication.collective.norms import square_norm
+from composer_replication.diloco.summary import FinalSummary, RoundSummary, StartSummary
+from composer_replication.diloco.tensors import SharedTensors
+from composer_replication.errors import Diverged, FleetMismatch
+
+__all__ = ["OuterLoop"]
+
+_STATE_VERSION = 1
+_DEFAULT_OUTER = OuterConfig()
+
+
+class OuterLoop:
+    """Drives one replica's side of the rounds.
+
+    Args:
+        model: a module (its trainable parameters and persistent float buffers are shared) or named tensors.
+        collective: who carries the tensors; owned by the caller, closed by `close`.
+        policy: chooses the interval's length.
+        outer: outer optimizer settings.
+        outer_device: where anchor and momentum live: "cpu", "model" (beside each tensor), or a device.
+        buffers: "average" moves persistent float buffers (BatchNorm statistics) to their mean each round;
+            "local" leaves them to each replica.
+        weighting: "equal", or "tokens": a replica's share in the mean is its share of the interval's tokens.
+        settings: further plain values that must be equal on all replicas.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Tensor],
+        collective: Collective,
+        *,
+        policy: Policy,
+        outer: OuterConfig = _DEFAULT_OUTER,
+        outer_device: str | torch.device = "cpu",
+        buffers: Literal["average", "local"] = "average",
+        weighting: Literal["equal", "tokens"] = "equal",
+        settings: Mapping[str, Any] | None = None,
+        chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if buffers not in ("average", "local"):
+            raise ValueError(f"buffers must be 'average' or 'local', got {buffers!r}")
+        if weighting not in ("equal", "tokens"):
+            raise ValueError(f"weighting must be 'equal' or 'tokens', got {weighting!r}")
+        self._collective = collective
+        self._policy = policy
+        self._outer = outer
+        self._weighting = weighting
+        self._clock = clock
+        self._tensors = SharedTensors(
+            model, device=outer_device, average_buffers=buffers == "average", chunk_elements=chunk_elements
+        )
+        self._settings: dict[str, Any] = {
+            **(settings or {}),
+            "policy": policy.settings(),
+            "outer": dataclasses.asdict(outer),
+            "buffers": buffers,
+            "weighting": weighting,
+        }
+        self._loaded: dict[str, Any] | None = None
+        self._policy_state: Any = None
+        self._plan: Plan | None = None
+        self.round = 0
+        self.position = 0
+        self.steps = 0
+        self._tokens: int | None = 0
+        self._mass = 0.0
+        self._digest = ""
+        self.ended = False
+        self.left = False
+        self.intervals_lost = 0
+        self._waited = 0.0
+        self._sent = 0
+        self._received = 0
+
+    # -- where we are --------------------------------------------------------------------------------------------
+
+    @property
+    def replica(self) -> int:
+        return self._collective.replica
+
+    @property
+    def fleet(self) -> tuple[int, ...]:
+        return self._collective.fleet
+
+    @property
+    def collective(self) -> Collective:
+        return self._collective
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The step counts that a `Preview` must hold sums for."""
+        return self._policy.grid
+
+    @property
+    def started(self) -> bool:
+        return self._plan is not None and bool(self._digest)
+
+    @property
+    def plan(self) -> Plan:
+        if self._plan is None:
+            raise RuntimeError("the loop has no plan before start()")
+        return self._plan
+
+    @property
+    def digest(self) -> str:
+        """Hash of anchor, momentum and controller: equal on all replicas at equal rounds."""
+        return self._digest
+
+    @property
+    def due(self) -> bool:
+        """The interval has its steps: time for `close_interval`."""
+        return self.started and not self.ended and not self.left and self.steps >= self.plan.steps
+
+    @property
+    def overtaken(self) -> bool:
+        """The round was decided without this replica: `close_interval` now; the interval is lost."""
+        return self.started and not self.ended and not self.left and self._collective.overtaken
+
+    # -- one run -------------------------------------------------------------------------------------------------
+
+    def start(self, preview: Preview) -> StartSummary:
+        """Join the fleet; afterwards the model holds the agreed weights (or, resumed, its own) and `plan` is set.
+
+        `preview` sums this replica's own schedule from its present position. Raises FleetMismatch, ReplicaTaken,
+        StoreError, RoundTimeout; the model is untouched then.
+        """
+        resumed = self._loaded is not None
+        if self._loaded is not None:
+            self._restore_state(self._loaded)
+            self._loaded = None
+        else:
+            self._policy_state, self._plan = self._policy.start(preview)
+            self._digest = self._tensors.digest(self._state_text())
+        offered = self._snapshot()
+        settings = {**self._settings, "frozen": self._tensors.frozen_hashes()}
+        got = self._collective.start(offered, settings=settings, resumed=resumed)
+        position = self.position
+        if not resumed:
+            self._adopt(got)
+            position = 0
+        if not resumed or self._collective.overtaken:
+            self._catch_up()
+        # A resumed replica has trained all that it had behind it; whatever the fleet did beyond is forwarded.
+        return StartSummary(
+            round=self.round, position=self.position, resumed=resumed, fast_forward=self.position - position
+        )
+
+    def before_step(self) -> None:
+        """Call before each inner optimizer step: takes up tensors that have been unfrozen."""
+        self._tensors.notice_trainable()
+
+    def step_done(self, lr: float, tokens: int | None = None) -> None:
+        """Count one inner optimizer step that changed the weights.
+
+        Args:
+            lr: the learning rate of that step.
+            tokens: non-padding input tokens of that step; None if they aren't counted.
+        """
+        self.steps += 1
+        self._mass += lr
+        self.add_tokens(tokens)
+
+    def add_tokens(self, tokens: int | None) -> None:
+        """Add to the interval's token count; None marks the whole interval as not counted."""
+        self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
+
+    def close_interval(
+        self, preview: Preview, *, leaving: bool = False, metrics: Mapping[str, float] | None = None
+    ) -> RoundSummary:
+        """Contribute the interval, wait for the round, apply its outcome, plan the next interval.
+
+        `preview` sums this replica's schedule from the next step on; a replica with nothing left in its budget
+        leaves with this round. Raises RoundAborted, RoundTimeout, Diverged, Fenced, Interrupted, StoreError; the
+        model then still holds this replica's own weights.
+        """
+        began = self._clock()
+        layout = self._tensors.interval_layout()
+        leaving = leaving or preview.remaining == 0
+        report = self._report(layout, preview, leaving, metrics or {})
+        buffer = torch.empty(max((chunk.elements for chunk in layout.chunks), default=0))
+        contribution = Contribution(self.round, report, layout, lambda index: self._chunk(layout, index, buffer))
+        outcome = self._collective.average(contribution)
+        present = {r.replica for r in (*outcome.members, *outcome.others)}
+        summary = self._apply(outcome, layout, report, own_steps=self.steps, began=began)
+        if self.replica in present:
+            self.left = leaving
+        elif not self.ended:
+            summary = dataclasses.replace(summary, fast_forward=summary.fast_forward + self._catch_up())
+        return dataclasses.replace(summary, next_plan=self.plan, ended=self.ended)
+
+    def finish(self, preview: Preview, *, metrics: Mapping[str, float] | None = None) -> FinalSummary:
+        """Put in what is left of the interval, leave, and follow the others to the end of the run.
+
+        Afterwards the model holds the fleet's final weights. Harmless when called again.
+        """
+        while not self.left and not self.ended:
+            self.close_interval(preview, leaving=True, metrics=metrics)
+        while not self.ended:
+            layout = self._tensors.interval_layout()
+            outcome = self._collective.follow(self.round, layout, self._digest, wait=True)
+            assert outcome is not None, "follow(wait=True) gives an outcome or raises"
+            self._apply(outcome, layout, None, own_steps=0, began=self._clock())
+        self._tensors.restore()
+        final = FinalSummary(
+            rounds=self.round,
+            position=self.position,
+            digest=self._digest,
+            wait_seconds=self._waited,
+            bytes_sent=self._sent,
+            bytes_received=self._received,
+            intervals_lost=self.intervals_lost,
+        )
+        self._collective.finish(self._digest, {**dataclasses.asdict(final), "metrics": dict(metrics or {})})
+        return final
+
+    def shared_weights(self) -> AbstractContextManager[None]:
+        """The model holds the anchor inside the block, and its own weights again after it."""
+        return self._tensors.swapped_in()
+
+    def close(self) -> None:
+        """Stop heartbeats and let go of the collective's handles."""
+        self._collective.close()
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed replica needs beside the trainer's own state: tensors and primitives only."""
+        layout = self._tensors.layout()
+        return {
+            "version": _STATE_VERSION,
+            "replica": self.replica,
+            "layout": layout.to_json(),
+            "anchor": dict(zip((s.name for s in layout.slots), self._tensors.anchors(), strict=True)),
+            "momentum": dict(zip((s.name for s in layout.slots), self._tensors.momenta(), strict=True)),
+            "shared": self._state_text(),
+            "digest": self._digest,
+            "trained": [slot.name for slot in self._tensors.interval_layout().slots],
+            "interval": {"steps": self.steps, "tokens": self._tokens, "mass": self._mass},
+            "totals": {
+                "intervals_lost": self.intervals_lost,
+                "wait_seconds": self._waited,
+                "bytes_sent": self._sent,
+                "bytes_received": self._received,
+            },
+            "left": self.left,
+            "ended": self.ended,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state_dict()`; takes effect in `start`. Raises KeyError or FleetMismatch at once if it can't."""
+        if state["version"] != _STATE_VERSION:
+            raise FleetMismatch(f"outer-loop state of version {state['version']}, this package reads {_STATE_VERSION}")
+        if state["replica"] != self.replica:
+            raise FleetMismatch(
+                f"a checkpoint of replica {state['replica']} can't resume replica {self.replica}: give each replica its own"
+            )
+        missing = set(self.state_dict_keys()) - set(state)
+        if missing:
+            raise KeyError(f"the outer-loop state lacks {sorted(missing)}")
+        self._loaded = dict(state)
+
+    @staticmethod
+    def state_dict_keys() -> tuple[str, ...]:
+        """The keys of `state_dict()`: a contract, with a version."""
+        return tuple("version replica layout anchor momentum shared digest trained interval totals left ended".split())
+
+    def _restore_state(self, state: Mapping[str, Any]) -> None:
+        layout = Layout.from_json(state["layout"])
+        names = [slot.name for slot in layout.slots]
+        self._tensors.adopt(
+            layout, [state["anchor"][n] for n in names], [state["momentum"][n] for n in names], restore=False
+        )
+        self._tensors.mark_trained(state["trained"])
+        self._load_text(state["shared"])
+        self._digest = self._tensors.digest(state["shared"])
+        if self._digest != state["digest"]:
+            raise Diverged(f"replica {self.replica}: the checkpoint's outer state doesn't match its own digest")
+        interval, totals = state["interval"], state["totals"]
+        self.steps, self._tokens, self._mass = interval["steps"], interval["tokens"], interval["mass"]
+        self.intervals_lost, self._waited = totals["intervals_lost"], totals["wait_seconds"]
+        self._sent, self._received = totals["bytes_sent"], totals["bytes_received"]
+        self.left, self.ended = state["left"], state["ended"]
+
+    def _state_text(self) -> str:
+        """The agreed state that isn't a tensor, as canonical JSON (floats round-trip exactly)."""
+        return json.dumps(
+            {
+                "version": _STATE_VERSION,
+                "round": self.round,
+                "position": self.position,
+                "policy": self._policy_state.to_dict(),
+                "plan": dataclasses.asdict(self.plan),
+            },
+            sort_keys=True,
+        )
+
+    def _load_text(self, text: str) -> None:
+        state = json.loads(text)
+        self.round, self.position = state["round"], state["position"]
+        self._policy_state = self._policy.state_from_dict(state["policy"])
+        self._plan = Plan(**state["plan"])
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(
+            round=self.round,
+            layout=self._tensors.layout(),
+            anchor=self._tensors.anchors(),
+            momentum=self._tensors.momenta() if self.round else (),
+            state={"text": self._state_text()},
+            digest=self._digest,
+        )
+
+    def _adopt(self, got: Snapshot) -> None:
+        self._tensors.adopt(got.layout, got.anchor, got.momentum, restore=True)
+        self._tensors.begin_interval()
+        self._load_text(got.state["text"])
+        self._digest = self._tensors.digest(got.state["text"])
+        if self._digest != got.digest:
+            raise Diverged(f"replica {self.replica}: the state of round {got.round} doesn't match its digest")
+
+    # -- one round -----------------------------------------------------------------------------------------------
+
+    def _chunk(self, layout: Layout, index: int, buffer: Tensor) -> Tensor:
+        """Pseudo-gradient of one chunk, in `buffer`."""
+        offset = 0
+        for part in layout.chunks[index].parts:
+            self._tensors.pseudo_gradient_into(layout, part, buffer[offset : offset + part.elements])
+            offset += part.elements
+        return buffer[:offset]
+
+    def _report(self, layout: Layout, preview: Preview, leaving: bool, metrics: Mapping[str, float]) -> Report:
+        norm, finite = 0.0, True
+        buffer = torch.empty(max((chunk.elements for chunk in layout.chunks), default=0))
+        for index, chunk in enumerate(layout.chunks):
+            values, offset = self._chunk(layout, index, buffer), 0
+            for part in chunk.parts:
+                square = square_norm(values[offset : offset + part.elements])
+                offset += part.elements
+                finite = finite and math.isfinite(square)
+                if layout.slots[part.slot].kind == "parameter":
+                    norm += square
+        if self._weighting == "tokens":
+            if self._tokens is None:
+                raise ValueError(
+                    "weighting='tokens' needs a token count, and this interval's batches had none: give a token "
+                    "function, or use weighting='equal'"
+                )
+            weight = float(self._tokens)
+        else:
+            # A replica that leaves in the middle of an interval counts for the part that it trained.
+            weight = min(self.steps / self.plan.steps, 1.0) if self.plan.steps else 1.0
+        return Report(
+            replica=self.replica,
+            steps=self.steps,
+            tokens=self._tokens,
+            mass=self._mass,
+            square_norm=norm if finite else math.nan,
+            finite=finite,
+            leaving=leaving,
+            next_lr=preview.next_lr,
+            preview=tuple(preview.sums),
+            remaining=preview.remaining,
+            base=self._digest,
+            layout=layout.fingerprint,
+            weight=weight,
+            metrics=metrics,
+        )
+
+    def _apply(
+        self, outcome: RoundOutcome, layout: Layout, own: Report | None, *, own_steps: int, began: float
+    ) -> RoundSummary:
+        """Take the outer step of a closed round, advance the policy, begin the next interval."""
+        plan = self.plan
+        outer = coefficients(
+            self._outer, base_momentum(self._outer, self._policy.name), plan.mass, plan.base_mass
+        )
+        if outcome.members:
+            buffer = torch.empty(max((chunk.elements for chunk in layout.chunks), default=0))
+            for index, chunk in enumerate(layout.chunks):
+                mean, offset = buffer[: chunk.elements], 0
+                outcome.mean(index, mean)
+                for part in chunk.parts:
+                    self._tensors.apply(
+                        layout,
+                        part,
+                        mean[offset : offset + part.elements],
+                        lr=outer.lr,
+                        momentum=outer.momentum,
+                        divisor=outer.divisor,
+                        average=self._outer.kind == "average",
+                    )
+                    offset += part.elements
+        else:
+            self._tensors.restore()
+        fleet_steps = max((r.steps for r in outcome.members), default=plan.steps)
+        observation = self._observe(outcome, plan, fleet_steps)
+        self.position += fleet_steps
+        self.round += 1
+        if observation is not None:
+            self._policy_state, self._plan = self._policy.advance(self._policy_state, observation)
+        self.ended = not outcome.expected_next
+        included = any(r.replica == self.replica for r in outcome.members)
+        restored = own is not None and not own.finite
+        if own is not None and own_steps and not included:
+            self.intervals_lost += 1
+        self.steps, self._tokens, self._mass = 0, 0, 0.0
+        self._tensors.begin_interval()
+        self._digest = self._tensors.digest(self._state_text())
+        self._waited += outcome.wait_seconds
+        self._sent += outcome.bytes_sent
+        self._received += outcome.bytes_received
+        self._collective.applied(self._snapshot)
+        reports = (*outcome.members, *outcome.others)
+        tokens = [r.tokens for r in outcome.members]
+        return RoundSummary(
+            round=outcome.round,
+            included=included,
+            members=tuple(r.replica for r in outcome.members),
+            absent=outcome.absent,
+            steps=plan.steps,
+            horizon=plan.horizon,
+            tokens=None if any(t is None for t in tokens) else sum(t for t in tokens if t is not None),
+            position=self.position,
+            rho=outer.rho,
+            momentum=outer.momentum,
+            outer_lr=outer.lr,
+            drift=observation.drift if observation else math.nan,
+            mean_square_norm=outcome.mean_square_norm,
+            pseudo_gradient_norm=math.sqrt(own.square_norm) if own and own.finite else math.nan,
+            phase=self.plan.phase,
+            assessment=self.plan.assessment,
+            action=self.plan.action,
+            next_plan=self.plan,
+            fast_forward=max(fleet_steps - own_steps, 0),
+            restored=restored,
+            wait_seconds=outcome.wait_seconds,
+            exchange_seconds=self._clock() - began,
+            phase_seconds=outcome.phase_seconds,
+            bytes_sent=outcome.bytes_sent,
+            bytes_received=outcome.bytes_received,
+            ended=self.ended,
+            member_metrics={r.replica: r.metrics for r in reports},
+        )
+
+    def _observe(self, outcome: RoundOutcome, plan: Plan, fleet_steps: int) -> Observation | None:
+        """What the policy may see of a round; None when no replica goes on, so that there is nothing to plan."""
+        reports = sorted((*outcome.members, *outcome.others), key=lambda r: r.replica)
+        going_on = [r for r in reports if not r.leaving]
+        if not going_on:
+            return None
+        first, members = going_on[0], outcome.members
+        tokens = [r.tokens for r in members]
+        count = len(members)
+        return Observation(
+            drift=sum(r.square_norm for r in members) / count if count else math.nan,
+            mean_square_norm=outcome.mean_square_norm if count else math.nan,
+            roster=count,
+            fleet=len(self.fleet),
+            steps=sum(r.steps for r in members),
+            tokens=None if any(t is None for t in tokens) else sum(t for t in tokens if t is not None),
+            mass=sum(r.mass for r in members) / count if count else math.nan,
+            position=self.position + fleet_steps,
+            truncated=plan.truncated or any(r.steps < plan.steps for r in members),
+            preview=Preview(
+                steps=self.grid, sums=first.preview, next_lr=first.next_lr, remaining=first.remaining
+            ),
+        )
+
+    def _catch_up(self) -> int:
+        """Apply every round that was decided already; the inner steps of the fleet that went by."""
+        before = self.position
+        while not self.ended:
+            layout = self._tensors.interval_layout()
+            outcome = self._collective.follow(self.round, layout, self._digest, wait=False)
+            if outcome is None:
+                break
+            self._apply(outcome, layout, None, own_steps=0, began=self._clock())
+            self._tensors.restore()
+        return self.position - before

@@ -1,0 +1,243 @@
+"""The tensors that a fleet shares: the model's own, beside their float32 anchor and momentum.
+
+Invariant: `anchor` is the state the fleet agreed on last, in float32; nothing but `apply` and `adopt` changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from composer_replication.collective.layout import DEFAULT_CHUNK_ELEMENTS, Layout, Part, Slot
+from composer_replication.diloco.outer_step import nesterov_step_, pseudo_gradient
+from composer_replication.errors import FleetMismatch
+
+__all__ = ["SharedTensors"]
+
+
+@dataclass(slots=True)
+class _Entry:
+    slot: Slot
+    local: Tensor  # the model's tensor
+    anchor: Tensor  # 1-D float32 on the outer device
+    momentum: Tensor  # 1-D float32 on the outer device
+    trained: bool  # at some time in the present interval
+
+
+def _canonical(name: str) -> str:
+    """The name that a tensor has in the plain model, whether or not torch.compile has wrapped it."""
+    return name.replace("_orig_mod.", "")
+
+
+def _named_tensors(model: nn.Module | Mapping[str, Tensor], buffers: bool) -> Iterator[tuple[str, Tensor, str]]:
+    """Parameters, and persistent floating-point buffers if wanted, by canonical name; tied tensors once."""
+    if not isinstance(model, nn.Module):
+        for name, tensor in model.items():
+            yield name, tensor, "parameter"
+        return
+    for name, parameter in model.named_parameters():
+        yield _canonical(name), parameter, "parameter"
+    if not buffers:
+        return
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            persistent = name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+            if persistent and buffer.is_floating_point() and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield _canonical(f"{prefix}.{name}" if prefix else name), buffer, "buffer"
+
+
+class SharedTensors:
+    """Holds anchor and momentum for the tensors of `model` that are trained, and moves values between them.
+
+    Frozen tensors have neither: they are not sent, not changed, and join with zero momentum when they are
+    unfrozen (`notice_trainable`). Integer tensors and non-persistent buffers are never touched.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Tensor],
+        *,
+        device: str | torch.device = "cpu",
+        average_buffers: bool = True,
+        chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+    ) -> None:
+        self._device = device
+        self._chunk_elements = chunk_elements
+        self._named: dict[str, tuple[Tensor, str]] = {}
+        for name, tensor, kind in _named_tensors(model, average_buffers):
+            if tensor.is_meta:
+                raise ValueError(f"{name} is on the meta device: give it values before the fleet starts")
+            if type(tensor).__name__ == "DTensor":
+                raise ValueError(f"{name} is sharded (DTensor): a replica must hold its whole model in one process")
+            if kind == "parameter" and tensor.requires_grad and not tensor.is_floating_point():
+                raise ValueError(f"{name} is {tensor.dtype}: only real floating-point tensors can be averaged")
+            self._named[name] = (tensor, kind)
+        self._entries: dict[str, _Entry] = {}
+        self._watched = -1
+        self.notice_trainable()
+        if not any(entry.slot.kind == "parameter" for entry in self._entries.values()):
+            raise ValueError("the model has no trainable parameter")
+
+    # -- what takes part ---------------------------------------------------------------------------------------
+
+    def notice_trainable(self) -> None:
+        """Take up tensors that have become trainable. Cheap; called before every inner step."""
+        trainable = sum(tensor.requires_grad for tensor, kind in self._named.values() if kind == "parameter")
+        if trainable == self._watched and self._watched >= 0:
+            return
+        self._watched = trainable
+        for name, (tensor, kind) in self._named.items():
+            if kind == "buffer" or tensor.requires_grad or not isinstance(tensor, nn.Parameter):
+                self._track(name).trained = True
+
+    def begin_interval(self) -> None:
+        """Forget which tensors were trained in the last interval: those that are trainable now are in the next."""
+        for name, entry in self._entries.items():
+            tensor, kind = self._named[name]
+            entry.trained = kind == "buffer" or tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+
+    def _track(self, name: str) -> _Entry:
+        if name not in self._entries:
+            tensor, kind = self._named[name]
+            slot = Slot(name, tuple(tensor.shape), str(tensor.dtype), "buffer" if kind == "buffer" else "parameter")
+            # Its value before the first step that changes it: what every replica has agreed on for a frozen tensor.
+            anchor = self._place(tensor.detach().reshape(-1).to(torch.float32, copy=True))
+            self._entries[name] = _Entry(slot, tensor, anchor, torch.zeros_like(anchor), False)
+        return self._entries[name]
+
+    def _place(self, flat: Tensor) -> Tensor:
+        if self._device == "model":
+            return flat
+        pin = str(self._device) == "cpu" and flat.is_cuda
+        flat = flat.to(self._device)
+        return flat.pin_memory() if pin else flat
+
+    def _ordered(self) -> list[_Entry]:
+        return [self._entries[name] for name in self._named if name in self._entries]
+
+    def layout(self) -> Layout:
+        """All tensors that have an anchor."""
+        return Layout(tuple(entry.slot for entry in self._ordered()), self._chunk_elements)
+
+    def interval_layout(self) -> Layout:
+        """The tensors that were trained at some time in this interval: what is exchanged."""
+        return Layout(tuple(entry.slot for entry in self._ordered() if entry.trained), self._chunk_elements)
+
+    def frozen_hashes(self) -> dict[str, str]:
+        """Content hash of each parameter without an anchor: it is never sent, so it must be equal from the start."""
+        return {
+            name: xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            for name, (tensor, kind) in self._named.items()
+            if kind == "parameter" and name not in self._entries
+        }
+
+    def elements_trainable(self) -> int:
+        return sum(e.slot.elements for e in self._entries.values() if e.slot.kind == "parameter")
+
+    # -- local weights <-> anchor --------------------------------------------------------------------------------
+
+    def pseudo_gradient_into(self, layout: Layout, part: Part, out: Tensor) -> None:
+        """Write anchor minus local of one part into `out` (1-D float32 CPU, `part.elements` long).
+
+        For weights narrower than float32 the interval began at the *rounded* anchor, and that is what the local
+        weights are taken from: otherwise each round would undo the steps too small for the narrow type, which the
+        float32 anchor exists to keep.
+        """
+        entry = self._entries[layout.slots[part.slot].name]
+        local = entry.local.detach().reshape(-1)[part.start : part.stop]
+        start = entry.anchor[part.start : part.stop]
+        if local.dtype != torch.float32:
+            start = start.to(local.dtype).to(torch.float32)
+            local = local.to(torch.float32)
+        pseudo_gradient(start.to(out.device), local.to(out.device), out)
+
+    def apply(
+        self, layout: Layout, part: Part, mean: Tensor, *, lr: float, momentum: float, divisor: float, average: bool
+    ) -> None:
+        """Take the outer step on the anchor of one part and bring the local weights to it.
+
+        `mean` is the agreed mean pseudo-gradient, 1-D float32. Buffers, and everything when `average` is set,
+        move to the mean itself.
+        """
+        entry = self._entries[layout.slots[part.slot].name]
+        anchor, velocity = entry.anchor[part.start : part.stop], entry.momentum[part.start : part.stop]
+        mean = mean.to(anchor.device)
+        if average or entry.slot.kind == "buffer":
+            anchor.sub_(mean)
+        else:
+            nesterov_step_(anchor, velocity, mean, lr=lr, momentum_factor=momentum, divisor=divisor)
+        if entry.local.is_contiguous():
+            entry.local.detach().view(-1)[part.start : part.stop].copy_(anchor)
+        elif part.stop == entry.slot.elements:
+            entry.local.detach().copy_(entry.anchor.view(entry.slot.shape))
+
+    def restore(self) -> None:
+        """Bring every shared local tensor back to the anchor."""
+        for entry in self._entries.values():
+            entry.local.detach().copy_(entry.anchor.view(entry.slot.shape))
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The model holds the anchor inside the block, and its own weights again after it."""
+        kept = [(entry, entry.local.detach().clone()) for entry in self._ordered()]
+        self.restore()
+        try:
+            yield
+        finally:
+            for entry, local in kept:
+                entry.local.detach().copy_(local)
+
+    # -- whole state ---------------------------------------------------------------------------------------------
+
+    def mark_trained(self, names: Sequence[str]) -> None:
+        """The tensors that were trained in the interval being resumed."""
+        for name, entry in self._entries.items():
+            entry.trained = entry.trained or name in names
+
+    def digest(self, text: str) -> str:
+        """Hash of every bit of anchor and momentum, by name, and of `text`."""
+        hasher = xxhash.xxh3_128(text.encode())
+        for entry in self._ordered():
+            hasher.update(entry.slot.name.encode())
+            for tensor in (entry.anchor, entry.momentum):
+                hasher.update(memoryview(tensor.cpu().numpy()).cast("B"))
+        return hasher.hexdigest()
+
+    def anchors(self) -> list[Tensor]:
+        """Anchor of each slot of `layout()`, on the CPU; views where they are there already."""
+        return [entry.anchor.cpu() for entry in self._ordered()]
+
+    def momenta(self) -> list[Tensor]:
+        return [entry.momentum.cpu() for entry in self._ordered()]
+
+    def adopt(self, layout: Layout, anchor: Sequence[Tensor], momentum: Sequence[Tensor], *, restore: bool) -> None:
+        """Take over a shared state (`momentum` empty: zero); with `restore` also into the model.
+
+        Raises FleetMismatch, naming the tensors, when it doesn't fit this model; nothing is changed then.
+        """
+        wrong: list[str] = []
+        for slot in layout.slots:
+            if slot.name not in self._named:
+                wrong.append(f"{slot.name}: only in the shared state")
+            elif tuple(self._named[slot.name][0].shape) != slot.shape:
+                wrong.append(f"{slot.name}: {list(self._named[slot.name][0].shape)} here, {list(slot.shape)} there")
+        missing = self._entries.keys() - {slot.name for slot in layout.slots}
+        wrong += [f"{name}: trainable here, not in the shared state" for name in sorted(missing)]
+        if wrong:
+            raise FleetMismatch("the shared state doesn't fit this model: " + "; ".join(wrong[:8]))
+        for index, slot in enumerate(layout.slots):
+            entry = self._track(slot.name)
+            entry.anchor.copy_(anchor[index].reshape(-1))
+            if momentum:
+                entry.momentum.copy_(momentum[index].reshape(-1))
+            else:
+                entry.momentum.zero_()
+        if restore:
+            self.restore()
