@@ -1,0 +1,44 @@
+# Two commands: `make quickstart` and `make test`. Each makes .venv and installs what it needs into it.
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+RUN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
+OVERRIDES ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-faults check lint types format results clean
+
+help: ## Show the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@echo "Installing into $(VENV) (PyTorch is a large download the first time) ..."
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@touch $@
+
+quickstart: $(STAMP) ## Train a small language model on four replicas, about three minutes on two cores
+	$(RUN)/composer-replication launch recipes/quickstart.yaml $(OVERRIDES)
+
+test: $(STAMP) ## Run the tests (under ten minutes on two cores)
+	$(RUN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-faults: $(STAMP) ## Run the long fault suite: replicas killed at every step
+	$(RUN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+check: lint types ## Lint and type-check
+
+lint: $(STAMP)
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+
+types: $(STAMP)
+	$(RUN)/pyright
+
+format: $(STAMP) ## Put the code into form
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+clean: ## Remove what the commands above made
+	rm -rf .venv* .pytest_cache .ruff_cache .hypothesis runs build dist *.egg-info
