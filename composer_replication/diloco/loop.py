@@ -29,7 +29,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from composer_replication.autoloco import OuterConfig, base_momentum, coefficients
+from composer_replication.autoloco.config import OuterConfig
+from composer_replication.autoloco.outer import outer_coefficients
 from composer_replication.autoloco.values import Observation, Plan, Policy, Preview
 from composer_replication.collective.base import Collective, Contribution, Report, RoundOutcome, Snapshot
 from composer_replication.collective.layout import DEFAULT_CHUNK_ELEMENTS, Layout
@@ -79,7 +80,8 @@ class OuterLoop:
             raise ValueError(f"weighting must be 'equal' or 'tokens', got {weighting!r}")
         self._collective = collective
         self._policy = policy
-        self._outer = outer
+        self._outer = outer.resolved(policy.name)
+        self._momentum = self._outer.momentum or 0.0
         self._weighting = weighting
         self._clock = clock
         self._tensors = SharedTensors(
@@ -88,7 +90,7 @@ class OuterLoop:
         self._settings: dict[str, Any] = {
             **(settings or {}),
             "policy": policy.settings(),
-            "outer": dataclasses.asdict(outer),
+            "outer": dataclasses.asdict(self._outer),
             "buffers": buffers,
             "weighting": weighting,
         }
@@ -407,9 +409,7 @@ class OuterLoop:
     ) -> RoundSummary:
         """Take the outer step of a closed round, advance the policy, begin the next interval."""
         plan = self.plan
-        outer = coefficients(
-            self._outer, base_momentum(self._outer, self._policy.name), plan.mass, plan.base_mass
-        )
+        outer = outer_coefficients(self._outer, self._momentum, plan.mass, plan.base_mass)
         if outcome.members:
             buffer = torch.empty(max((chunk.elements for chunk in layout.chunks), default=0))
             for index, chunk in enumerate(layout.chunks):
