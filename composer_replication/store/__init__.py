@@ -1,1 +1,14 @@
-"""(docstring to be written by the owner of this package)"""
+"""Bytes under keys: where the replicas of a fleet meet.
+
+Every implementation passes one conformance suite (tests/store/conformance.py).
+"""
+
+from __future__ import annotations
+
+from composer_replication.store.base import Buffer, ObjectStore
+from composer_replication.store.keys import check_key
+from composer_replication.store.local import LocalStore
+from composer_replication.store.memory import MemoryStore
+from composer_replication.store.open import open_store, register_scheme
+
+__all__ = ["Buffer", "LocalStore", "MemoryStore", "ObjectStore", "check_key", "open_store", "register_scheme"]

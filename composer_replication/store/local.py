@@ -1,0 +1,183 @@
+"""A store in a folder: one file for each object, on a local disk or a mount that all replicas see.
+
+Invariant: a file gets its final name only when it is whole and on the disk (write, flush, fsync, then link or
+rename), so that a reader sees an object whole or not at all, whenever its writer dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Callable, Iterable
+from io import BufferedWriter
+from pathlib import Path
+
+from composer_replication.errors import ObjectCorrupt, ObjectExists, ObjectMissing, StoreError
+from composer_replication.store.base import Buffer
+from composer_replication.store.keys import check_key
+
+__all__ = ["LocalStore"]
+
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+
+
+class LocalStore:
+    """The folder `root`. It is made if only its last part is missing, and `create` is set.
+
+    Raises StoreError, with the remedy, when it can't be used.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, create: bool = True) -> None:
+        self._root = Path(os.path.abspath(os.path.expanduser(os.fspath(root))))
+        self._prepare(create)
+
+    @property
+    def uri(self) -> str:
+        return self._root.as_uri()
+
+    @property
+    def root(self) -> Path:
+        return self._root
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._write(key, data, os.replace)
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        # A link is made or refused by the file system in one step, also over NFS; a rename would overwrite.
+        self._write(key, data, os.link)
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        # Opening, not looking first: over NFS only open() is sure to see what another machine has just written.
+        try:
+            with open(self._path(key), "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if max_bytes is not None and size > max_bytes:
+                    raise ObjectCorrupt(f"{key} has {size} bytes, at most {max_bytes} expected ({self.uri})")
+                return file.readall()
+        except OSError as error:
+            raise self._failure(key, error) from error
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        if not 0 <= start <= stop:
+            raise ValueError(f"not a range of bytes: [{start}, {stop})")
+        try:
+            with open(self._path(key), "rb") as file:
+                file.seek(start)
+                return file.read(stop - start)
+        except OSError as error:
+            raise self._failure(key, error) from error
+
+    def list(self, prefix: str) -> list[str]:
+        folder, _, _ = prefix.rpartition("/")
+        top = self._root / check_key(folder) if folder else self._root
+        found: list[str] = []
+        for where, folders, files in os.walk(top):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            base = Path(where).relative_to(self._root)
+            found += [(base / name).as_posix() for name in files if not name.startswith(".")]
+        return sorted(key for key in found if key.startswith(prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self._path(key)
+            try:
+                os.unlink(path)
+                self._drop_empty_folders(path.parent)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise self._failure(key, error) from error
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _write(self, key: str, data: Buffer, commit: Callable[[Path, Path], None]) -> None:
+        path = self._path(key)
+        temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
+        try:
+            with self._create(temporary) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            commit(temporary, path)
+        except FileExistsError:
+            raise ObjectExists(f"{key} is there already ({self.uri})") from None
+        except OSError as error:
+            raise self._failure(key, error) from error
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        self._sync_folder(path.parent)
+
+    def _create(self, temporary: Path) -> BufferedWriter:
+        # Someone who deletes the last object of a folder removes the folder too: make it again, a few times.
+        for _ in range(20):
+            if not self._root.is_dir():
+                raise StoreError(f"{self.uri} is gone: the folder was removed or unmounted while the run used it")
+            try:
+                temporary.parent.mkdir(parents=True, exist_ok=True)
+                return open(temporary, "xb")
+            except FileNotFoundError:
+                continue
+            except (FileExistsError, NotADirectoryError) as error:
+                raise StoreError(f"{self.uri}: {error.filename} is an object, it can't be a folder too") from error
+        raise StoreError(f"{self.uri}: the folder of {temporary.parent.name} vanishes as often as it is made")
+
+    def _drop_empty_folders(self, folder: Path) -> None:
+        while folder != self._root:
+            try:
+                folder.rmdir()
+            except OSError:  # not empty, or someone else was faster
+                return
+            folder = folder.parent
+
+    @staticmethod
+    def _sync_folder(folder: Path) -> None:
+        # Makes the name last as well as the bytes. Some mounts can't; then the server decides.
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except OSError:
+            return
+        try:
+            os.fsync(descriptor)
+        except OSError:
+            return
+        finally:
+            os.close(descriptor)
+
+    def _failure(self, key: str, error: OSError) -> StoreError:
+        if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+            return ObjectMissing(f"{key} isn't there ({self.uri})")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return StoreError(f"{self.uri} is full ({error.strerror}) while writing {key}: free some space")
+        if isinstance(error, PermissionError) and error.filename2 is None:
+            return StoreError(f"{key} can't be read or written in {self.uri}: give this user the rights to it")
+        if error.errno in _NO_HARD_LINKS:
+            return StoreError(
+                f"{self.uri} has no hard links ({error.strerror}), and create-if-absent needs them: "
+                "use a folder on a local disk or on NFS"
+            )
+        return StoreError(f"{key} in {self.uri}: {error.strerror or error}")
+
+    def _prepare(self, create: bool) -> None:
+        root = self._root
+        try:
+            if root.is_dir():
+                return
+            if root.exists():
+                raise StoreError(f"{self.uri} is a file: name a folder")
+            if not create:
+                raise StoreError(f"{self.uri} isn't there: check the path, or start a run that makes it")
+            if not root.parent.is_dir():
+                raise StoreError(
+                    f"{self.uri} isn't there, nor is the folder above it: check the path, or run "
+                    f"`mkdir -p {root.parent}` first (only the last folder is made for you)"
+                )
+            root.mkdir(exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{self.uri} can't be used ({error.strerror}): give this user the rights to {root.parent}, "
+                "or choose another folder"
+            ) from error
