@@ -1,0 +1,55 @@
+"""A language model as a LightningModule: next-byte loss, the recipe's optimizer and schedule. Needs `lightning`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = ["LanguageModule"]
+
+
+class LanguageModule(LightningModule):
+    """Wraps a module that maps ids (batch, time) to logits (batch, time, classes).
+
+    Batches are `{"input_ids", "labels"}`, labels already shifted by one. `loss` and `validation_loss` are logged, both
+    in nats per byte.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        make_optimizer: Callable[[nn.Module], Optimizer],
+        make_scheduler: Callable[[Optimizer], LRScheduler],
+    ):
+        super().__init__()
+        self.model = model
+        self._make_optimizer = make_optimizer
+        self._make_scheduler = make_scheduler
+
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.model(batch["input_ids"])
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+
+    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    @torch.no_grad()
+    def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
+        self.log("validation_loss", self._loss(batch), batch_size=batch["input_ids"].shape[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self._make_optimizer(self.model)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self._make_scheduler(optimizer), "interval": "step"},
+        }

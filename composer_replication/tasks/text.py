@@ -1,0 +1,137 @@
+"""Text as bytes, cut into windows: the Python standard library's own source, or the files of any folder.
+
+Invariant: the bytes are a pure function of the files and the settings. Order, cap and the split between training and
+validation follow from hashes of the relative paths, so that equal folders give equal data on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+__all__ = ["ByteWindows", "TextData", "text_bytes"]
+
+# Installed packages aren't the standard library; its tests are data tables and would crowd out prose and code.
+_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload"}
+
+
+class ByteWindows(Dataset[dict[str, Tensor]]):
+    """Windows of `context` bytes that don't overlap, each with the bytes that follow as labels.
+
+    Item i is `{"input_ids": int64 (context,), "labels": int64 (context,)}`.
+    """
+
+    def __init__(self, data: Tensor, context: int):
+        assert data.dtype == torch.uint8 and data.dim() == 1
+        self.data = data
+        self.context = context
+
+    def __len__(self) -> int:
+        return max(0, (len(self.data) - 1) // self.context)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        window = self.data[index * self.context : (index + 1) * self.context + 1].to(torch.int64)
+        return {"input_ids": window[:-1], "labels": window[1:]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextData:
+    """Training and validation windows and the size of a batch."""
+
+    train: ByteWindows
+    validation: ByteWindows
+    batch_size: int
+    workers: int = 0
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        # Trainers put a distributed sampler in the place of this shuffle, so that replicas see disjoint windows.
+        return DataLoader(
+            self.train, batch_size=self.batch_size, shuffle=True, drop_last=True, num_workers=self.workers
+        )
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(self.validation, batch_size=self.batch_size, num_workers=self.workers)
+
+
+def text_bytes(
+    *,
+    path: str | None = None,
+    pattern: str = "**/*.py",
+    context: int = 128,
+    batch_size: int = 16,
+    max_bytes: int = 8_000_000,
+    validation_bytes: int = 64_000,
+    workers: int = 0,
+) -> TextData:
+    """Read files into training and validation windows.
+
+    Args:
+        path: a folder (searched with `pattern`) or one file; None for the Python standard library's source.
+        context: bytes in a window; no more than the model's context.
+        max_bytes: stop reading training files here. A cap, not a demand: a smaller folder is fine.
+        validation_bytes: the same for validation files (about one file in sixteen; of a single file, its end).
+
+    Raises ValueError when a setting is out of range or when there is too little text for one batch.
+    """
+    sizes = {"context": context, "batch_size": batch_size, "max_bytes": max_bytes, "validation_bytes": validation_bytes}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    root = Path(path).expanduser() if path is not None else Path(sysconfig.get_paths()["stdlib"])
+    if root.is_file():
+        whole = root.read_bytes()[: max_bytes + validation_bytes]
+        cut = len(whole) - min(validation_bytes, len(whole) // 16)
+        train, validation = whole[:cut], whole[cut:]
+    else:
+        train, validation = _read_folder(root, pattern, max_bytes, validation_bytes)
+    data = TextData(
+        train=ByteWindows(_tensor(train), context),
+        validation=ByteWindows(_tensor(validation), context),
+        batch_size=batch_size,
+        workers=workers,
+    )
+    for name, windows in {"training": data.train, "validation": data.validation}.items():
+        if len(windows) < (batch_size if name == "training" else 1):
+            raise ValueError(
+                f"{root} with the pattern {pattern!r} gives {len(windows)} {name} windows of {context} bytes: "
+                "too few for a batch"
+            )
+    return data
+
+
+def _read_folder(root: Path, pattern: str, max_bytes: int, validation_bytes: int) -> tuple[bytes, bytes]:
+    if not root.is_dir():
+        raise ValueError(f"there is no folder or file {root}")
+    train, validation = bytearray(), bytearray()
+    for rank, file in _ordered(root, pattern):
+        target, cap = (validation, validation_bytes) if rank % 16 == 0 else (train, max_bytes)
+        if len(target) < cap:
+            target += file.read_bytes()[: cap - len(target)]
+        if len(train) >= max_bytes and len(validation) >= validation_bytes:
+            break
+    return bytes(train), bytes(validation)
+
+
+def _ordered(root: Path, pattern: str) -> Iterator[tuple[int, Path]]:
+    """Files in the order of a hash of their path: a shuffle that is the same everywhere. Yields (hash, file)."""
+    found: list[tuple[int, str, Path]] = []
+    for file in root.glob(pattern):
+        relative = file.relative_to(root)
+        if file.is_file() and not _SKIPPED.intersection(relative.parts):
+            name = relative.as_posix()
+            found.append((int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"), name, file))
+    for rank, _, file in sorted(found, key=lambda entry: entry[:2]):
+        yield rank, file
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
