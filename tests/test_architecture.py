@@ -110,3 +110,20 @@ def test_nothing_unpickles() -> None:
                 if name == "torch.load":
                     safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
                     assert safe, f"{path}: torch.load without weights_only=True"
+
+
+def test_public_names_are_there_and_sorted() -> None:
+    import composer_replication as package
+
+    assert package.__all__ == sorted(package.__all__)
+    assert set(package.__all__) == set(package._HOME)
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
+    with pytest.raises(AttributeError, match="AutoLoco"):
+        package.AutoLoco  # noqa: B018
+
+
+def test_importing_the_package_loads_nothing_of_torch() -> None:
+    code = "import sys, composer_replication; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
