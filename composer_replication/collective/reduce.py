@@ -1,0 +1,115 @@
+"""The mean of one chunk over a roster: decode, add in roster order, divide, encode once.
+
+Invariant: the mean is what its committed bytes decode to. Whoever reduces uses that too, never its own float32 sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from composer_replication.collective.codec import add_chunk_, decode_chunk, try_encode_chunk
+from composer_replication.collective.layout import Chunk, Layout
+from composer_replication.collective.norms import square_norm
+from composer_replication.store.base import Buffer
+
+__all__ = ["ReducedChunk", "parameter_parts", "parameter_square_norm", "part_sizes", "reduce_chunk", "shares"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedChunk:
+    """`payload` is the encoded mean; `square_norm` is that of the decoded mean over the parameter parts.
+
+    Not `finite`: the sum overflowed, or a contribution wasn't finite; the payload is empty then and the caller voids it.
+    """
+
+    payload: bytearray
+    square_norm: float
+    finite: bool
+
+
+def part_sizes(chunk: Chunk) -> tuple[int, ...]:
+    """Elements of each part of a chunk: what the codecs want to know."""
+    return tuple(part.elements for part in chunk.parts)
+
+
+def parameter_parts(layout: Layout, chunk: Chunk) -> tuple[bool, ...]:
+    """For each part of a chunk, whether it belongs to a parameter (norms leave buffers out)."""
+    return tuple(layout.slots[part.slot].kind == "parameter" for part in chunk.parts)
+
+
+def shares(weights: Sequence[float]) -> tuple[float, ...] | None:
+    """Each weight's part of their sum, rounded to float32; None when the weights are equal and the mean is plain."""
+    if not weights or not all(weight > 0.0 for weight in weights):
+        raise ValueError(f"weights must be greater than 0 and at least one, got {tuple(weights)}")
+    if all(weight == weights[0] for weight in weights):
+        return None
+    total = 0.0
+    for weight in weights:  # in roster order: `sum` of floats adds in another way from Python 3.12 on
+        total += weight
+    return tuple(float(np.float32(weight / total)) for weight in weights)
+
+
+def parameter_square_norm(values: Tensor, sizes: Sequence[int], parameters: Sequence[bool] | None) -> float:
+    """Squared norm over the parameter parts, run by run: neighbouring parameter parts count as one stretch."""
+    if parameters is None or all(parameters):
+        return square_norm(values)
+    total = 0.0
+    begin = end = 0
+    for size, wanted in zip(sizes, parameters, strict=True):
+        if not wanted:
+            total += square_norm(values[begin:end])
+            begin = end + size
+        end += size
+    return total + square_norm(values[begin:end])
+
+
+@torch.no_grad()
+def reduce_chunk(
+    codec: str,
+    sizes: Sequence[int],
+    payloads: Iterable[Buffer],
+    weights: Sequence[float],
+    *,
+    parameters: Sequence[bool] | None = None,
+    fields: dict[str, object] | None = None,
+) -> ReducedChunk:
+    """Average the encoded chunks of a roster.
+
+    `payloads` come in roster order, one for each weight, and may be fetched one at a time: what is held is one chunk's
+    float32 sum, whatever the roster's size. Equal weights: the sum divided by their number. Otherwise each decoded
+    contribution is multiplied by its share first. `parameters` tells for each part whether the norm covers it (None:
+    all). `fields` go into the header of the mean. Raises ObjectCorrupt for a payload that isn't such a chunk, and
+    ValueError for weights that aren't positive or payloads that are too few or too many.
+    """
+    parts_of_sum = shares(weights)
+    total = torch.empty(sum(sizes), dtype=torch.float32)
+    scratch = None if parts_of_sum is None else torch.empty_like(total)
+    count = 0
+    for payload in payloads:
+        if count == len(weights):
+            raise ValueError(f"expected {len(weights)} payloads, got more")
+        if parts_of_sum is None or scratch is None:
+            if count == 0:
+                decode_chunk(codec, sizes, payload, out=total)
+            else:
+                add_chunk_(codec, sizes, payload, total)
+        else:
+            target = total if count == 0 else scratch
+            decode_chunk(codec, sizes, payload, out=target).mul_(parts_of_sum[count])
+            if count > 0:
+                total.add_(scratch)
+        count += 1
+    if count != len(weights):
+        raise ValueError(f"expected {len(weights)} payloads, got {count}")
+    if parts_of_sum is None and count > 1:
+        total.div_(torch.full((1,), float(count)))
+    payload, bad_part = try_encode_chunk(codec, sizes, total, fields)
+    if bad_part is not None:
+        return ReducedChunk(bytearray(), float("nan"), False)
+    decode_chunk(codec, sizes, payload, out=total)
+    return ReducedChunk(payload, parameter_square_norm(total, sizes, parameters), True)
