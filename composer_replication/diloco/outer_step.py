@@ -1,0 +1,169 @@
+"""The outer step on tensors: pseudo-gradient, Nesterov momentum, direct averaging, and a digest of the result.
+
+Invariant: each float32 operation is elementwise and rounded by itself: multiply, then add, never fused. Such
+operations give the same bits on every instruction set, thread count and device, which `torch.optim.SGD` does not
+(some of its paths fuse a multiply with an add).
+
+    g        <- mean / divisor                       (paper, appendix B.3; divisor 1 leaves the mean alone)
+    momentum <- factor * momentum + g
+    anchor   <- anchor - lr * (g + factor * momentum)
+
+The coefficients are rounded to float32 once. On the CPU the work goes block by block, so that an element is touched by
+every operation while it is in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, overload
+
+import torch
+import xxhash
+from torch import Tensor
+
+__all__ = ["OuterNesterov", "average_step_", "digest", "nesterov_step_", "pseudo_gradient"]
+
+_BLOCK = 65_536  # elements: 256 KiB of each float32 operand
+
+
+def _float32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32).item())
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Equal stretches of tensors of one shape. Whole tensors off the CPU, or if they can't be seen as flat."""
+    first = tensors[0]
+    for other in tensors[1:]:
+        if other.shape != first.shape:
+            raise ValueError(f"tensors must have one shape, got {list(first.shape)} and {list(other.shape)}")
+    flat = all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in tensors)
+    if not flat:
+        yield tensors
+        return
+    lines = [tensor.view(-1) for tensor in tensors]
+    for begin in range(0, first.numel(), _BLOCK):
+        yield tuple(line[begin : begin + _BLOCK] for line in lines)
+
+
+class _Scratch:
+    """One block of float32, kept between blocks of the same size."""
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+
+    def like(self, block: Tensor) -> Tensor:
+        if self._held is None or self._held.shape != block.shape or self._held.device != block.device:
+            self._held = torch.empty_like(block, dtype=torch.float32)
+        return self._held
+
+
+@torch.no_grad()
+def pseudo_gradient(start: Tensor, local: Tensor, out: Tensor) -> Tensor:
+    """`out = start - local` in float32: anchor minus local, so that the outer optimizer descends."""
+    return torch.sub(start, local, out=out)
+
+
+@torch.no_grad()
+def nesterov_step_(
+    anchor: Tensor,
+    momentum: Tensor,
+    mean: Tensor,
+    *,
+    lr: float,
+    momentum_factor: float,
+    divisor: float = 1.0,
+    local: Tensor | None = None,
+) -> None:
+    """Take one outer step in place. All tensors have one shape and device; anchor, momentum and mean are float32.
+
+    `local`, if given, is set to the new anchor, in its own dtype. `mean` is left as it is.
+    """
+    rate, factor, scaled = _float32(lr), _float32(momentum_factor), divisor != 1.0
+    # A tensor, not a number: CUDA multiplies by the reciprocal of a number instead of dividing by it.
+    by = torch.full((1,), divisor, dtype=torch.float32, device=mean.device) if scaled else None
+    spare, quotient = _Scratch(), _Scratch()
+    tensors = (anchor, momentum, mean) if local is None else (anchor, momentum, mean, local)
+    for a, m, g, *rest in _blocks(*tensors):
+        if by is not None:
+            g = torch.div(g, by, out=quotient.like(g))
+        m.mul_(factor).add_(g)
+        step = torch.mul(m, factor, out=spare.like(m))
+        step.add_(g).mul_(rate)
+        a.sub_(step)
+        for target in rest:
+            target.copy_(a)
+
+
+@torch.no_grad()
+def average_step_(anchor: Tensor, mean: Tensor, *, local: Tensor | None = None) -> None:
+    """Move the anchor to the mean of the replicas' values: `anchor - mean`, mean being that of the pseudo-gradients."""
+    tensors = (anchor, mean) if local is None else (anchor, mean, local)
+    for a, delta, *rest in _blocks(*tensors):
+        a.sub_(delta)
+        for target in rest:
+            target.copy_(a)
+
+
+def digest(named: Iterable[tuple[str, Tensor, Tensor]], text: str) -> str:
+    """xxh3_128 over a state text and, for each slot in order, its name and every bit of its anchor and momentum."""
+    hasher = xxhash.xxh3_128(text.encode())
+    for name, anchor, momentum in named:
+        hasher.update(name.encode())
+        for tensor in (anchor, momentum):
+            hasher.update(tensor.detach().cpu().contiguous().view(-1).numpy().view("uint8"))
+    return hasher.hexdigest()
+
+
+class OuterNesterov(torch.optim.Optimizer):
+    """The outer step as an optimizer whose gradients are pseudo-gradients, for torchft's DiLoCo or a loop by hand.
+
+    The same arithmetic as `nesterov_step_`, bit for bit; `nesterov=False` steps along the momentum alone. Parameters
+    and gradients are float32. Settings: `lr` > 0, 0 <= `momentum` < 1 (defaults: method, section 2).
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.7, momentum: float = 0.9, *, nesterov: bool = True) -> None:
+        if not lr > 0.0:
+            raise ValueError(f"lr must be greater than 0, got {lr}")
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"momentum must be at least 0 and less than 1, got {momentum}")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "nesterov": nesterov})
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter.dtype != torch.float32:
+                    raise ValueError(f"parameter {index} must be float32, got {parameter.dtype}")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One outer step along each parameter's gradient; parameters without one stay as they are."""
+        loss: float | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse or parameter.grad.dtype != torch.float32:
+                    raise ValueError(f"gradients must be dense float32, got {parameter.grad.dtype}")
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                self._update(parameter, state["momentum_buffer"], group)
+        return loss
+
+    @staticmethod
+    def _update(parameter: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None, "checked by the caller"
+        if group["nesterov"]:
+            nesterov_step_(parameter, momentum, parameter.grad, lr=group["lr"], momentum_factor=group["momentum"])
+            return
+        rate, factor, spare = _float32(group["lr"]), _float32(group["momentum"]), _Scratch()
+        for p, m, g in _blocks(parameter, momentum, parameter.grad):
+            m.mul_(factor).add_(g)
+            p.sub_(torch.mul(m, rate, out=spare.like(m)))
