@@ -28,8 +28,9 @@ def select_members(reports: Iterable[Report], *, outlier_factor: float = OUTLIER
     """Choose whose pseudo-gradients are averaged.
 
     Left out, in this order: replicas with another base or layout than the lowest id's; non-finite
-    pseudo-gradients; intervals without a step; norms above `outlier_factor` times the (lower) median norm of what is
-    left. An all-zero pseudo-gradient of a replica that did train is a contribution like any other.
+    pseudo-gradients; intervals without a step (or, weighted by tokens, without a token); norms above
+    `outlier_factor` times the (lower) median norm of what is left. An all-zero pseudo-gradient of a replica that
+    did train is a contribution like any other.
     """
     ordered = sorted(reports, key=lambda report: report.replica)
     absent: dict[int, str] = {}
@@ -43,6 +44,8 @@ def select_members(reports: Iterable[Report], *, outlier_factor: float = OUTLIER
             absent[report.replica] = "not finite"
         elif report.steps == 0:
             absent[report.replica] = "no steps"
+        elif not report.weight > 0:
+            absent[report.replica] = "no tokens"
         else:
             candidates.append(report)
     if candidates:

@@ -34,7 +34,6 @@ from composer_replication.autoloco.outer import outer_coefficients
 from composer_replication.autoloco.values import Observation, Plan, Policy, Preview
 from composer_replication.collective.base import Collective, Contribution, Report, RoundOutcome, Snapshot
 from composer_replication.collective.layout import DEFAULT_CHUNK_ELEMENTS, Layout
-from composer_replication.collective.norms import square_norm
 from composer_replication.diloco.summary import FinalSummary, RoundSummary, StartSummary
 from composer_replication.diloco.tensors import SharedTensors
 from composer_replication.errors import Diverged, FleetMismatch
@@ -290,7 +289,8 @@ class OuterLoop:
             raise FleetMismatch(f"outer-loop state of version {state['version']}, this package reads {_STATE_VERSION}")
         if state["replica"] != self.replica:
             raise FleetMismatch(
-                f"a checkpoint of replica {state['replica']} can't resume replica {self.replica}: give each replica its own"
+                f"a checkpoint of replica {state['replica']} can't resume replica {self.replica}: "
+                "give each replica its own"
             )
         missing = set(self.state_dict_keys()) - set(state)
         if missing:
@@ -368,12 +368,9 @@ class OuterLoop:
 
     def _report(self, layout: Layout, preview: Preview, leaving: bool, metrics: Mapping[str, float]) -> Report:
         norm, finite = 0.0, True
-        buffer = torch.empty(max((chunk.elements for chunk in layout.chunks), default=0))
-        for index, chunk in enumerate(layout.chunks):
-            values, offset = self._chunk(layout, index, buffer), 0
+        for chunk in layout.chunks:
             for part in chunk.parts:
-                square = square_norm(values[offset : offset + part.elements])
-                offset += part.elements
+                square = self._tensors.square_norm(layout, part)
                 finite = finite and math.isfinite(square)
                 if layout.slots[part.slot].kind == "parameter":
                     norm += square
@@ -497,9 +494,7 @@ class OuterLoop:
             mass=sum(r.mass for r in members) / count if count else math.nan,
             position=self.position + fleet_steps,
             truncated=plan.truncated or any(r.steps < plan.steps for r in members),
-            preview=Preview(
-                steps=self.grid, sums=first.preview, next_lr=first.next_lr, remaining=first.remaining
-            ),
+            preview=Preview(steps=self.grid, sums=first.preview, next_lr=first.next_lr, remaining=first.remaining),
         )
 
     def _catch_up(self) -> int:

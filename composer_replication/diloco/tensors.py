@@ -14,7 +14,8 @@ import xxhash
 from torch import Tensor, nn
 
 from composer_replication.collective.layout import DEFAULT_CHUNK_ELEMENTS, Layout, Part, Slot
-from composer_replication.diloco.outer_step import nesterov_step_, pseudo_gradient
+from composer_replication.collective.norms import difference_square_norm
+from composer_replication.diloco.outer_step import average_step_, digest, nesterov_step_, pseudo_gradient
 from composer_replication.errors import FleetMismatch
 
 __all__ = ["SharedTensors"]
@@ -150,13 +151,21 @@ class SharedTensors:
         weights are taken from: otherwise each round would undo the steps too small for the narrow type, which the
         float32 anchor exists to keep.
         """
+        pseudo_gradient(*self._start_and_local(layout, part), out)
+
+    def square_norm(self, layout: Layout, part: Part) -> float:
+        """Squared norm of one part's pseudo-gradient; not finite exactly when an element of it is not."""
+        return difference_square_norm(*self._start_and_local(layout, part))
+
+    def _start_and_local(self, layout: Layout, part: Part) -> tuple[Tensor, Tensor]:
+        """Where the interval began and where it ended, float32 on the CPU: views where they can be."""
         entry = self._entries[layout.slots[part.slot].name]
         local = entry.local.detach().reshape(-1)[part.start : part.stop]
         start = entry.anchor[part.start : part.stop]
         if local.dtype != torch.float32:
             start = start.to(local.dtype).to(torch.float32)
             local = local.to(torch.float32)
-        pseudo_gradient(start.to(out.device), local.to(out.device), out)
+        return start.cpu(), local.cpu()
 
     def apply(
         self, layout: Layout, part: Part, mean: Tensor, *, lr: float, momentum: float, divisor: float, average: bool
@@ -169,14 +178,16 @@ class SharedTensors:
         entry = self._entries[layout.slots[part.slot].name]
         anchor, velocity = entry.anchor[part.start : part.stop], entry.momentum[part.start : part.stop]
         mean = mean.to(anchor.device)
+        flat = entry.local.detach().view(-1)[part.start : part.stop] if entry.local.is_contiguous() else None
+        local = flat if flat is not None and flat.device == anchor.device else None  # then one pass does it all
         if average or entry.slot.kind == "buffer":
-            anchor.sub_(mean)
+            average_step_(anchor, mean, local=local)
         else:
-            nesterov_step_(anchor, velocity, mean, lr=lr, momentum_factor=momentum, divisor=divisor)
-        if entry.local.is_contiguous():
-            entry.local.detach().view(-1)[part.start : part.stop].copy_(anchor)
-        elif part.stop == entry.slot.elements:
+            nesterov_step_(anchor, velocity, mean, lr=lr, momentum_factor=momentum, divisor=divisor, local=local)
+        if flat is None and part.stop == entry.slot.elements:
             entry.local.detach().copy_(entry.anchor.view(entry.slot.shape))
+        elif flat is not None and local is None:
+            flat.copy_(anchor)
 
     def restore(self) -> None:
         """Bring every shared local tensor back to the anchor."""
@@ -203,12 +214,7 @@ class SharedTensors:
 
     def digest(self, text: str) -> str:
         """Hash of every bit of anchor and momentum, by name, and of `text`."""
-        hasher = xxhash.xxh3_128(text.encode())
-        for entry in self._ordered():
-            hasher.update(entry.slot.name.encode())
-            for tensor in (entry.anchor, entry.momentum):
-                hasher.update(memoryview(tensor.cpu().numpy()).cast("B"))
-        return hasher.hexdigest()
+        return digest(((e.slot.name, e.anchor, e.momentum) for e in self._ordered()), text)
 
     def anchors(self) -> list[Tensor]:
         """Anchor of each slot of `layout()`, on the CPU; views where they are there already."""
