@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
+from composer_replication.collective.codec import content_hash
 from composer_replication.collective.layout import DEFAULT_CHUNK_ELEMENTS, Layout, Part, Slot
 from composer_replication.collective.norms import difference_square_norm
 from composer_replication.diloco.outer_step import average_step_, digest, nesterov_step_, pseudo_gradient
@@ -134,7 +134,7 @@ class SharedTensors:
     def frozen_hashes(self) -> dict[str, str]:
         """Content hash of each parameter without an anchor: it is never sent, so it must be equal from the start."""
         return {
-            name: xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            name: content_hash(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
             for name, (tensor, kind) in self._named.items()
             if kind == "parameter" and name not in self._entries
         }
