@@ -1,1 +1,55 @@
-"""(docstring to be written by the owner of this package)"""
+"""Fleets of replicas, each a job of its own: specs, executors, and the all-reduce through a store.
+
+Names resolve when they are asked for, so that looking at an executor loads no trainer.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from composer_replication.diloco.serverless.allreduce import MockManager, ObjectStoreAllReduce
+    from composer_replication.diloco.serverless.executor import (
+        BaseExecutor,
+        CollectTimeout,
+        ReplicaHandle,
+        ReplicaResult,
+        ReplicaSpec,
+        ServerlessExecutor,
+    )
+    from composer_replication.diloco.serverless.local_process import LocalProcessExecutor
+
+_HOME = {
+    "BaseExecutor": "executor",
+    "CollectTimeout": "executor",
+    "LocalProcessExecutor": "local_process",
+    "MockManager": "allreduce",
+    "ObjectStoreAllReduce": "allreduce",
+    "ReplicaHandle": "executor",
+    "ReplicaResult": "executor",
+    "ReplicaSpec": "executor",
+    "ServerlessExecutor": "executor",
+}
+
+__all__ = [
+    "BaseExecutor",
+    "CollectTimeout",
+    "LocalProcessExecutor",
+    "MockManager",
+    "ObjectStoreAllReduce",
+    "ReplicaHandle",
+    "ReplicaResult",
+    "ReplicaSpec",
+    "ServerlessExecutor",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,307 @@
+"""Reading a recipe: YAML and `key=value` overrides in, one checked frozen value out.
+
+Invariant: what comes out has no unknown key, no wrong type and no setting that the core would refuse, so that a mistake
+costs a sentence and not a started fleet. Every RecipeError names the key and, where there is one, the file and line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from composer_replication.errors import RecipeError
+from composer_replication.recipe import schema
+from composer_replication.recipe.schema import Recipe
+from composer_replication.recipe.settings import outer_config, policy_of
+
+__all__ = ["claim_folder", "load_recipe", "nearest", "recipe_from", "to_yaml"]
+
+_CREDENTIAL = re.compile(
+    r"(^|_)(password|passwd|passphrase|secret|secrets|credential|credentials|api_?key|access_?key|private_?key"
+    r"|key_?id|account_?key|connection_?string|sas_?token|(hf|auth|access|session|bearer|api|security)_?token)($|_)"
+    r"|^token$",
+    re.IGNORECASE,
+)
+_FREE = {"args", "trainer_args", "env"}  # sections whose keys are the user's own
+
+
+class _Place(NamedTuple):
+    """Where keys were written, for messages."""
+
+    file: str
+    lines: Mapping[str, int]
+    overridden: frozenset[str]
+
+    def of(self, key: str) -> str:
+        if key in self.overridden:
+            return f"{key} (given on the command line)"
+        line = self.lines.get(key)
+        return f"{self.file}:{line}: {key}" if line else f"{self.file}: {key}" if self.file else key
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """The recipe in a YAML file, with `key=value` overrides ("training.steps=120") put over it. Raises RecipeError."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"the recipe {file} can't be read: {error}") from error
+    return recipe_from(text, overrides, file=str(file))
+
+
+def recipe_from(text: str, overrides: Iterable[str] = (), *, file: str = "") -> Recipe:
+    """As `load_recipe`, from the YAML text itself; `file` is its name in messages."""
+    OmegaConf, OmegaConfError, yaml = _omegaconf()
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        written = OmegaConf.create(text) if text.strip() else OmegaConf.create({})
+    except (yaml.YAMLError, OmegaConfError) as error:
+        raise RecipeError(f"{file or 'the recipe'} isn't valid YAML: {error}") from error
+    if not OmegaConf.is_dict(written):
+        raise RecipeError(f"{file or 'the recipe'} must be a mapping of sections (name, model, data, ...)")
+    dotted = list(overrides)
+    for override in dotted:
+        key, equals, _ = override.partition("=")
+        if not equals or not key.strip():
+            raise RecipeError(f"{override!r} isn't an override: write key=value, for example training.steps=120")
+    place = _Place(file, _lines(root), frozenset(o.partition("=")[0] for o in dotted))
+    try:
+        over = OmegaConf.from_dotlist(dotted)
+        for part in (written, over):
+            plain = OmegaConf.to_container(part, resolve=False)
+            _refuse_unknown(plain, Recipe, "", place)
+            _refuse_credentials(plain, "", place)
+        target = OmegaConf.structured(Recipe)
+        _unlock(target, OmegaConf)
+        merged = OmegaConf.merge(target, *(_rename_class(p, OmegaConf) for p in (written, over)))
+        recipe = OmegaConf.to_object(merged)
+    except OmegaConfError as error:
+        raise RecipeError(_explain(error, place)) from error
+    assert isinstance(recipe, Recipe)
+    _check(recipe, place)
+    return recipe
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The recipe as YAML that `recipe_from` reads back to an equal value: every default filled in."""
+    OmegaConf, _, _ = _omegaconf()
+    values = asdict(recipe)
+    for section in ("model", "data"):
+        values[section] = {("class" if k == "class_" else k): v for k, v in values[section].items()}
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(values)))
+
+
+def claim_folder(recipe: Recipe) -> Recipe:
+    """Make the run's folder, `output` or the first free of `output-2`, `output-3`, ...; fill `output` and `store.uri`.
+
+    Each launch therefore has a folder of its own, and two that start together don't meet.
+    """
+    first = Path(recipe.folder).expanduser().absolute()
+    number = 1
+    while True:
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise RecipeError(f"output: the folder {folder} can't be made: {error.strerror}") from error
+    store = recipe.store if recipe.store.uri else replace(recipe.store, uri=(folder / "store").as_uri())
+    return replace(recipe, output=str(folder), store=store)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' Did you mean ...?' or nothing."""
+    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _omegaconf() -> tuple[Any, Any, Any]:
+    try:
+        import yaml
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+    except ImportError as error:
+        raise RecipeError(
+            "recipes need OmegaConf: pip install 'composer-replication[recipe]' (and [lightning] to train)"
+        ) from error
+    return OmegaConf, OmegaConfBaseException, yaml
+
+
+def _unlock(node: Any, OmegaConf: Any) -> None:
+    """OmegaConf makes frozen dataclasses read-only, and its older versions then won't merge into them."""
+    OmegaConf.set_readonly(node, False)
+    for key in node:
+        child = node._get_node(key)
+        if OmegaConf.is_config(child) and child is not None:
+            _unlock(child, OmegaConf) if OmegaConf.is_dict(child) else None
+
+
+def _lines(node: Any, prefix: str = "") -> dict[str, int]:
+    found: dict[str, int] = {}
+    for key, value in getattr(node, "value", None) or ():
+        if hasattr(key, "value"):
+            dotted = f"{prefix}{key.value}"
+            found[dotted] = key.start_mark.line + 1
+            if type(value).__name__ == "MappingNode":
+                found.update(_lines(value, f"{dotted}."))
+    return found
+
+
+def _names(section: type) -> list[str]:
+    return ["class" if f.name == "class_" else f.name for f in fields(section)]
+
+
+def _section(section: type, key: str) -> type | None:
+    for f in fields(section):
+        if f.name == key and isinstance(f.type, str) and f.type.endswith("Section"):
+            return getattr(schema, f.type)
+    return None
+
+
+def _refuse_unknown(values: Any, section: type, prefix: str, place: _Place) -> None:
+    assert is_dataclass(section)
+    if not isinstance(values, Mapping):
+        if values is None or prefix == "":
+            return
+        key = prefix[:-1]
+        raise RecipeError(f"{place.of(key)} must be a mapping with {', '.join(_names(section))}, not {values!r}")
+    known = _names(section)
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        if key not in known:
+            hint = _elsewhere(str(key)) or nearest(str(key), known) or f" It may hold {', '.join(known)}."
+            where = f"section {prefix[:-1]!r}" if prefix else "a recipe"
+            raise RecipeError(f"{place.of(dotted)}: {where} has no key {key!r}.{hint}")
+        inner = _section(section, str(key))
+        if inner is not None:
+            if value is None:
+                raise RecipeError(f"{place.of(dotted)}: the section is empty; leave it out or fill it in")
+            _refuse_unknown(value, inner, f"{dotted}.", place)
+
+
+def _elsewhere(key: str) -> str:
+    """The right section for a key that was put into the wrong one."""
+    for f in fields(Recipe):
+        inner = _section(Recipe, f.name)
+        if inner is not None and key in _names(inner):
+            return f" Did you mean '{f.name}.{key}'?"
+    return ""
+
+
+def _refuse_credentials(values: Any, prefix: str, place: _Place) -> None:
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            dotted = f"{prefix}{key}"
+            if _CREDENTIAL.search(str(key)):
+                raise RecipeError(
+                    f"{place.of(dotted)} looks like a credential: recipes are copied and logged. Set it in the "
+                    "environment of the process instead (cloud clients read it from there)"
+                )
+            _refuse_credentials(value, f"{dotted}.", place)
+    elif isinstance(values, str):
+        head, separator, rest = values.partition("://")
+        authority = rest.split("/", 1)[0]
+        if separator and " " not in head and ":" in authority.rpartition("@")[0]:
+            raise RecipeError(f"{place.of(prefix[:-1])}: the URI holds a password; set it in the environment instead")
+
+
+def _rename_class(config: Any, OmegaConf: Any) -> Any:
+    """`class` can't be the name of a field in Python; the schema calls it `class_`."""
+    plain = OmegaConf.to_container(config, resolve=False)
+    for section in ("model", "data"):
+        if isinstance(plain.get(section), dict) and "class" in plain[section]:
+            plain[section]["class_"] = plain[section].pop("class")
+    return OmegaConf.create(plain)
+
+
+def _escaped(value: Any) -> Any:
+    """Literal `${` stays literal when the file is read again."""
+    if isinstance(value, dict):
+        return {k: _escaped(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_escaped(v) for v in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+def _explain(error: Any, place: _Place) -> str:
+    key = str(getattr(error, "full_key", None) or "").replace("class_", "class")
+    first = str(error).splitlines()[0].replace("class_", "class")
+    found = re.match(r"Value '(?P<value>.*)' of type '.*' could not be converted to (?P<kind>\w+)", first)
+    if found:
+        kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+        first = f"must be {kinds.get(found['kind'], found['kind'])}, not {found['value']!r}"
+    return f"{place.of(key)}: {first}" if key else f"{place.file or 'the recipe'}: {first}"
+
+
+def _check(recipe: Recipe, place: _Place) -> None:
+    def refuse(key: str, wanted: str) -> None:
+        value: Any = recipe
+        for part in key.split("."):
+            value = getattr(value, part)
+        raise RecipeError(f"{place.of(key)} must be {wanted}, not {value!r}")
+
+    def one_of(key: str, value: str, known: Sequence[str]) -> None:
+        if value not in known:
+            raise RecipeError(
+                f"{place.of(key)} must be one of {', '.join(known)}, not {value!r}.{nearest(value, known)}"
+            )
+
+    if recipe.trainer == "composer":
+        raise RecipeError(
+            f"{place.of('trainer')}: this version trains with lightning only; write 'trainer: lightning', or add our "
+            "Lightning callback to a Trainer of your own"
+        )
+    one_of("trainer", recipe.trainer, ("lightning",))
+    one_of("executor.name", recipe.executor.name, ("local",))
+    one_of("codec", recipe.codec, ("float32", "bfloat16", "int8"))
+    one_of("scheduler.name", recipe.scheduler.name, ("cosine", "linear", "constant"))
+    one_of("fleet.failure_policy", recipe.fleet.failure_policy, ("strict", "skip"))
+    one_of("autoloco.outer_device", recipe.autoloco.outer_device, ("cpu", "model"))
+    one_of("autoloco.buffers", recipe.autoloco.buffers, ("average", "local"))
+    one_of("autoloco.weighting", recipe.autoloco.weighting, ("equal", "tokens"))
+    one_of("autoloco.validate_with", recipe.autoloco.validate_with, ("local", "shared"))
+    for name in ("model", "data"):
+        section = getattr(recipe, name)
+        if (section.name is None) == (section.class_ is None):
+            said = "both" if section.name else "neither"
+            raise RecipeError(
+                f"{place.of(name)}: give {name}.name (built in) or {name}.class (the import path of your own), "
+                f"not {said}"
+            )
+    at_least_one = (
+        "training.steps training.accumulate training.log_every training.devices training.threads "
+        "training.validate_every fleet.replicas fleet.min_replicas fleet.checkpoint_every_rounds"
+    )
+    for key in at_least_one.split():
+        section, field = key.split(".")
+        value = getattr(getattr(recipe, section), field)
+        if value is not None and value < 1:
+            refuse(key, "at least 1")
+    if recipe.fleet.min_replicas is not None and recipe.fleet.min_replicas > recipe.fleet.replicas:
+        refuse("fleet.min_replicas", f"at most fleet.replicas ({recipe.fleet.replicas})")
+    for key in ("executor.restarts", "executor.backoff_seconds", "executor.grace_seconds", "scheduler.warmup_steps"):
+        section, field = key.split(".")
+        if not getattr(getattr(recipe, section), field) >= 0:
+            refuse(key, "0 or more")
+    if not 0 <= recipe.training.seed < 2**32:
+        refuse("training.seed", "between 0 and 4294967295")
+    if not 0 < recipe.fleet.timeout_seconds < float("inf"):
+        refuse("fleet.timeout_seconds", "a positive number")
+    if not 0 < recipe.optimizer.lr < float("inf"):
+        refuse("optimizer.lr", "a positive number")
+    if not 0 <= recipe.scheduler.final_fraction <= 1:
+        refuse("scheduler.final_fraction", "between 0 and 1")
+    if recipe.scheduler.warmup_steps > recipe.training.steps:
+        refuse("scheduler.warmup_steps", f"at most training.steps ({recipe.training.steps})")
+    try:
+        outer_config(recipe)
+        policy_of(recipe)
+    except RecipeError as error:
+        key, _, message = str(error).partition(": ")
+        raise RecipeError(f"{place.of(key)}: {message}") from error
