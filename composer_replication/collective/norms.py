@@ -60,11 +60,11 @@ def _square_norm(values: Tensor, minus: Tensor | None) -> float:
     wide = torch.empty_like(lanes)
     difference = None if minus is None else torch.empty(width, dtype=torch.float32, device=values.device)
     with torch.no_grad():
-        for begin in range(0, elements, width):
-            block = values[begin : begin + width]
+        others = [] if minus is None else minus.split(width)
+        for index, block in enumerate(values.split(width)):
             size = block.numel()
-            if minus is not None and difference is not None:
-                block = torch.sub(block, minus[begin : begin + size], out=difference[:size])
+            if difference is not None:
+                block = torch.sub(block, others[index], out=difference[:size])
             square = wide[:size].copy_(block)
             lanes[:size].addcmul_(square, square)
         return _fold(lanes)
@@ -72,8 +72,8 @@ def _square_norm(values: Tensor, minus: Tensor | None) -> float:
 
 def all_finite(values: Tensor) -> bool:
     """True if no element is infinite or NaN. Reads the values once; the extremes depend on no order."""
-    for begin in range(0, values.numel(), LANES):
-        low, high = torch.aminmax(values[begin : begin + LANES])  # NaN goes through both
+    for block in values.detach().split(LANES) if values.numel() else ():
+        low, high = torch.aminmax(block)  # NaN goes through both
         if not (math.isfinite(low.item()) and math.isfinite(high.item())):
             return False
     return True

@@ -5,6 +5,7 @@ Invariant: the mean is what its committed bytes decode to. Whoever reduces uses 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -43,9 +44,9 @@ def parameter_parts(layout: Layout, chunk: Chunk) -> tuple[bool, ...]:
 
 
 def shares(weights: Sequence[float]) -> tuple[float, ...] | None:
-    """Each weight's part of their sum, rounded to float32; None when the weights are equal and the mean is plain."""
-    if not weights or not all(weight > 0.0 for weight in weights):
-        raise ValueError(f"weights must be greater than 0 and at least one, got {tuple(weights)}")
+    """Each weight's part of their sum, rounded to float32; None when all are equal (0 too): the mean is plain then."""
+    if not weights or not all(0.0 <= weight < math.inf for weight in weights):
+        raise ValueError(f"weights must be finite, not negative and at least one, got {tuple(weights)}")
     if all(weight == weights[0] for weight in weights):
         return None
     total = 0.0
@@ -84,7 +85,7 @@ def reduce_chunk(
     float32 sum, whatever the roster's size. Equal weights: the sum divided by their number. Otherwise each decoded
     contribution is multiplied by its share first. `parameters` tells for each part whether the norm covers it (None:
     all). `fields` go into the header of the mean. Raises ObjectCorrupt for a payload that isn't such a chunk, and
-    ValueError for weights that aren't positive or payloads that are too few or too many.
+    ValueError for weights that are negative or not finite, or payloads that are too few or too many.
     """
     parts_of_sum = shares(weights)
     total = torch.empty(sum(sizes), dtype=torch.float32)
@@ -107,7 +108,7 @@ def reduce_chunk(
     if count != len(weights):
         raise ValueError(f"expected {len(weights)} payloads, got {count}")
     if parts_of_sum is None and count > 1:
-        total.div_(torch.full((1,), float(count)))
+        total.div_(torch.full((1,), float(count)))  # a tensor, not a number: see the codec
     payload, bad_part = try_encode_chunk(codec, sizes, total, fields)
     if bad_part is not None:
         return ReducedChunk(bytearray(), float("nan"), False)
