@@ -120,6 +120,9 @@ def advance(
 ) -> tuple[AutoLoCoState, str, str]:
     """Take in one closed interval; the new state, the interval's assessment ("" if none) and what was done."""
     if seen.truncated:
+        # The budget is used up. Should it be raised later, a trial that was cut off is not resumed.
+        if state.phase in (CANDIDATE, CONFIRM):
+            state = replace(state, phase=MONITOR, horizon=state.accepted)
         return state, "", "keep"
     state = replace(state, tokens=state.tokens.observe(config, seen, at_base=state.horizon == config.base_horizon))
     if state.phase == WARM_UP and seen.position >= config.warmup_steps:
@@ -192,7 +195,11 @@ def _grow(config: AutoLoCoConfig, state: AutoLoCoState, preview: Preview) -> tup
 def _judge_candidate(
     config: AutoLoCoConfig, state: AutoLoCoState, seen: Observation, statistics: Statistics | None, assessment: str
 ) -> tuple[AutoLoCoState, str]:
-    """An interval at a longer horizon, scored against the profile of the accepted one."""
+    """An interval at a longer horizon, scored against the profile of the accepted one.
+
+    A severe one counts towards the fallback but can't bring it about: the interval that led to the
+    candidate supported an increase, and ended the count.
+    """
     if assessment == CONSISTENT and state.phase == CANDIDATE:
         return replace(state, phase=CONFIRM), "confirm"
     if assessment in (SUPPORTING, CONSISTENT):
@@ -202,8 +209,6 @@ def _judge_candidate(
         return replace(state, profile=state.profile.learn(config, statistics)), "adopt"
     mass = seen.mass if isfinite(seen.mass) else seen.preview.mass(state.tokens.steps(config, state.horizon))
     state = replace(state, bound=Bound(horizon=state.horizon, mass=mass))
-    if state.severes >= SEVERES_TO_FALL_BACK and state.accepted > config.horizons[0]:
-        return _settle(config, state, config.horizons[0]), "fallback"
     return _settle(config, state, state.accepted), "reject"
 
 
