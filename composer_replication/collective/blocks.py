@@ -50,9 +50,9 @@ def _scratch(sizes: Sequence[int]) -> Tensor:
     return torch.empty(min(_STRIDE, max(sizes, default=0)), dtype=torch.float32)
 
 
-@torch.no_grad()
 def encode_into(values: Tensor, sizes: Sequence[int], data: Tensor, scales: Tensor | None) -> int | None:
     """Write the encoded values into `data` and `scales`. Gives the index of the first part that isn't finite."""
+    values = values.detach()
     if scales is not None:
         return _encode_int8(values, sizes, data, scales)
     begin = 0
@@ -91,7 +91,6 @@ def _encode_int8(values: Tensor, sizes: Sequence[int], data: Tensor, scales: Ten
     return None
 
 
-@torch.no_grad()
 def decode_into(out: Tensor, sizes: Sequence[int], data: Tensor, scales: Tensor | None) -> None:
     """Write the decoded values into `out`."""
     if scales is None:
@@ -103,7 +102,6 @@ def decode_into(out: Tensor, sizes: Sequence[int], data: Tensor, scales: Tensor 
         block.mul_(scales[first : first + len(block)].unsqueeze(1))
 
 
-@torch.no_grad()
 def add_decoded_(total: Tensor, sizes: Sequence[int], data: Tensor, scales: Tensor | None) -> None:
     """`total += decoded`, the decoded values rounded to float32 before they are added."""
     if data.dtype == torch.float32:

@@ -26,7 +26,7 @@ import difflib
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -241,14 +241,15 @@ def _read_header(buffer: Buffer, limit: int) -> tuple[dict[str, Any], int]:
         raise ObjectCorrupt(f"the chunk's header claims {length} bytes, the chunk has {size}")
     text = bytes(memoryview(buffer)[_PREFIX.size : _PREFIX.size + length])
     try:
-        found = json.loads(text.decode("ascii"), parse_constant=_refuse_constant)
+        found: Any = json.loads(text.decode("ascii"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise ObjectCorrupt("the chunk's header is not JSON") from None
-    if not isinstance(found, dict) or found.keys() != {"codec", "parts", "fields"}:
+    if not isinstance(found, dict) or cast("dict[str, Any]", found).keys() != {"codec", "parts", "fields"}:
         raise ObjectCorrupt("the chunk's header has not the keys codec, parts and fields")
-    if not isinstance(found["fields"], dict):
+    content = cast("dict[str, Any]", found)
+    if not isinstance(content["fields"], dict):
         raise ObjectCorrupt("the chunk's fields are not a JSON object")
-    return found, begin
+    return content, begin
 
 
 class _Shared:
@@ -273,14 +274,14 @@ def _views(codec: str, sizes: Sequence[int], buffer: Buffer, begin: int) -> tupl
     elements = sum(sizes)
     if elements == 0:
         return torch.empty(0, dtype=torch.float32), None
-    array = np.asarray(_Shared(buffer))
-    if codec == "float32":
-        return torch.from_numpy(array[begin:].view(np.float32)), None
-    if codec == "bfloat16":
-        return torch.from_numpy(array[begin:].view(np.int16)).view(torch.bfloat16), None
-    scale_bytes = 4 * _blocks(sizes)
-    scales = torch.from_numpy(array[begin : begin + scale_bytes].view(np.float32))
-    return torch.from_numpy(array[begin + _round_up(scale_bytes) :].view(np.int8)), scales
+    shared = np.asarray(_Shared(buffer))
+    if codec != "int8":
+        dtype = torch.float32 if codec == "float32" else torch.bfloat16
+        return torch.frombuffer(shared, dtype=dtype, count=elements, offset=begin), None
+    blocks = _blocks(sizes)
+    scales = torch.frombuffer(shared, dtype=torch.float32, count=blocks, offset=begin)
+    data = torch.frombuffer(shared, dtype=torch.int8, count=elements, offset=begin + _round_up(4 * blocks))
+    return data, scales
 
 
 def _check_scales(scales: Tensor | None) -> None:

@@ -60,8 +60,8 @@ def _square_norm(values: Tensor, minus: Tensor | None) -> float:
     wide = torch.empty_like(lanes)
     difference = None if minus is None else torch.empty(width, dtype=torch.float32, device=values.device)
     with torch.no_grad():
-        others = [] if minus is None else minus.split(width)
-        for index, block in enumerate(values.split(width)):
+        others = () if minus is None else torch.split(minus, width)
+        for index, block in enumerate(torch.split(values, width)):
             size = block.numel()
             if difference is not None:
                 block = torch.sub(block, others[index], out=difference[:size])
@@ -72,7 +72,7 @@ def _square_norm(values: Tensor, minus: Tensor | None) -> float:
 
 def all_finite(values: Tensor) -> bool:
     """True if no element is infinite or NaN. Reads the values once; the extremes depend on no order."""
-    for block in values.detach().split(LANES) if values.numel() else ():
+    for block in torch.split(values.detach(), LANES) if values.numel() else ():
         low, high = torch.aminmax(block)  # NaN goes through both
         if not (math.isfinite(low.item()) and math.isfinite(high.item())):
             return False

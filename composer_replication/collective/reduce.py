@@ -25,7 +25,7 @@ __all__ = ["ReducedChunk", "parameter_parts", "parameter_square_norm", "part_siz
 class ReducedChunk:
     """`payload` is the encoded mean; `square_norm` is that of the decoded mean over the parameter parts.
 
-    Not `finite`: the sum overflowed, or a contribution wasn't finite; the payload is empty then and the caller voids it.
+    Not `finite`: the sum overflowed, or a contribution wasn't finite. The payload is empty then; the caller voids it.
     """
 
     payload: bytearray
@@ -69,7 +69,6 @@ def parameter_square_norm(values: Tensor, sizes: Sequence[int], parameters: Sequ
     return total + square_norm(values[begin:end])
 
 
-@torch.no_grad()
 def reduce_chunk(
     codec: str,
     sizes: Sequence[int],

@@ -44,7 +44,7 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if not flat:
         yield tensors
         return
-    yield from zip(*(tensor.view(-1).split(_BLOCK) for tensor in tensors), strict=True)
+    yield from zip(*(torch.split(tensor.view(-1), _BLOCK) for tensor in tensors), strict=True)
 
 
 class _Scratch:
@@ -59,13 +59,11 @@ class _Scratch:
         return self._held
 
 
-@torch.no_grad()
 def pseudo_gradient(start: Tensor, local: Tensor, out: Tensor) -> Tensor:
     """`out = start - local` in float32: anchor minus local, so that the outer optimizer descends."""
-    return torch.sub(start, local, out=out)
+    return torch.sub(start.detach(), local.detach(), out=out)
 
 
-@torch.no_grad()
 def nesterov_step_(
     anchor: Tensor,
     momentum: Tensor,
@@ -84,7 +82,7 @@ def nesterov_step_(
     by = _scalar(divisor, mean.device) if divisor != 1.0 else None
     spare, quotient = _Scratch(), _Scratch()
     tensors = (anchor, momentum, mean) if local is None else (anchor, momentum, mean, local)
-    for a, m, g, *rest in _blocks(*tensors):
+    for a, m, g, *rest in _blocks(*(tensor.detach() for tensor in tensors)):
         if by is not None:
             g = torch.div(g, by, out=quotient.like(g))
         m.mul_(factor).add_(g)
@@ -95,11 +93,10 @@ def nesterov_step_(
             target.copy_(a)
 
 
-@torch.no_grad()
 def average_step_(anchor: Tensor, mean: Tensor, *, local: Tensor | None = None) -> None:
     """Move the anchor to the mean of the replicas' values: `anchor - mean`, mean being that of the pseudo-gradients."""
     tensors = (anchor, mean) if local is None else (anchor, mean, local)
-    for a, delta, *rest in _blocks(*tensors):
+    for a, delta, *rest in _blocks(*(tensor.detach() for tensor in tensors)):
         a.sub_(delta)
         for target in rest:
             target.copy_(a)
@@ -111,7 +108,8 @@ def digest(named: Iterable[tuple[str, Tensor, Tensor]], text: str) -> str:
     for name, anchor, momentum in named:
         hasher.update(name.encode())
         for tensor in (anchor, momentum):
-            hasher.update(tensor.detach().cpu().contiguous().view(-1).numpy().view("uint8"))
+            flat: Any = tensor.detach().cpu().contiguous()
+            hasher.update(memoryview(flat.numpy()).cast("B"))
     return hasher.hexdigest()
 
 
@@ -139,13 +137,9 @@ class OuterNesterov(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One outer step along each parameter's gradient; parameters without one stay as they are."""
-        loss: float | None = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -166,6 +160,6 @@ class OuterNesterov(torch.optim.Optimizer):
             return
         rate, factor = _scalar(group["lr"], parameter.device), _scalar(group["momentum"], parameter.device)
         spare = _Scratch()
-        for p, m, g in _blocks(parameter, momentum, parameter.grad):
+        for p, m, g in _blocks(parameter.detach(), momentum, parameter.grad.detach()):
             m.mul_(factor).add_(g)
             p.sub_(torch.mul(m, rate, out=spare.like(m)))
