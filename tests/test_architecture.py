@@ -24,6 +24,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "tasks": ("errors",),
     "recipe": ("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
     "lightning": ("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
+    "lightning_zero_edit": ("isolate", "lightning"),
     "diloco.serverless": (
         *("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview", "recipe", "tasks", "lightning"),
     ),

@@ -1,0 +1,351 @@
+"""`AutoLoCoCallback`: runs the outer loop inside a Lightning Trainer.
+
+Invariant: the round is closed before anything else looks at the weights of its last batch, so that validation and
+checkpoints of that batch see what the whole fleet agreed on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from composer_replication.autoloco.values import Policy
+from composer_replication.collective.base import Collective
+from composer_replication.diloco.loop import OuterLoop
+from composer_replication.diloco.summary import FinalSummary, RoundSummary
+from composer_replication.errors import FleetMismatch, Interrupted
+from composer_replication.isolate import read_identity
+from composer_replication.lightning.checkpoints import separate_checkpoints, write_checkpoint
+from composer_replication.lightning.fit import Fit, FitOptions
+from composer_replication.lightning.meeting import given_collective, open_store
+from composer_replication.lightning.report import log_round
+from composer_replication.lightning.settings import check_choice, make_settings
+from composer_replication.lightning.tokens import TokenFunction
+
+__all__ = ["AutoLoCoCallback"]
+
+_STATE_VERSION = 1
+_PREEMPTED = 128 + signal.SIGTERM  # exit status of a process that was told to stop before its work was done
+
+
+class AutoLoCoCallback(pl.Callback):
+    """Trains alone, and takes one outer step with the other replicas at the end of each interval.
+
+    Args:
+        store: URI of the place where the replicas meet ("file:///shared/run1"), or an open store. Left out:
+            COMPOSER_REPLICATION_STORE.
+        replica, replicas: this process's id, from 0, and how many there are. Left out: from
+            COMPOSER_REPLICATION_REPLICA and _REPLICAS, or from `launcher`'s variables.
+        launcher: "torchrun", "slurm", ..., if each of its processes is one replica (`composer_replication.isolate`).
+        collective: instead of a store: a ready collective, or a function that gives one for the n-th fit.
+        run: name of the run inside the store.
+        policy: "autoloco", "fixed" (DiLoCo), "qsr", "linear", "staircase", or a policy.
+        base_horizon: optimizer steps in the base interval.
+        min_horizon, max_horizon, horizon_step: bounds and spacing of the horizons; None: half, one and a half, a tenth.
+        warmup_steps: inner learning-rate warm-up, during which the horizon stays.
+        outer_lr, outer_momentum, normalize: outer optimizer; momentum None: 0.9 for "fixed", 0.7 otherwise.
+        codec: "float32", "bfloat16" or "int8": how pseudo-gradients travel.
+        replica_failure_policy: "strict": all or nothing; "skip": go on without those that are missing at the deadline.
+        min_replicas: fewest replicas that may close a round under "skip"; None: more than half.
+        timeout: seconds that a round waits for a missing replica.
+        outer_device: where anchor and momentum live: "cpu", "model" or a device.
+        weighting: "equal", or "tokens": by the tokens each replica saw.
+        buffers: "average" or "local": what happens to floating-point buffers, such as BatchNorm's statistics.
+        optimizer: index of the optimizer whose steps count; needed with more than one.
+        pad_token_id, token_fn: how tokens are counted (`count_tokens`).
+        validate_with: "local": the weights as they are; "shared": those that the fleet agreed on last.
+        checkpoint_dir, checkpoint_every_rounds: this replica's own durable checkpoints (`latest_checkpoint`).
+        checkpoint_every: rounds between two checkpoints of the shared state in the store, for newcomers.
+        options: any other field of AutoLoCoConfig or OuterConfig, or option of the policy, by its name.
+
+    Raises:
+        ValueError: an option that can't work, named, at construction.
+
+    After a fit, `rounds` holds the closed rounds' summaries and `final` how the run ended.
+    """
+
+    def __init__(
+        self,
+        store: Any = None,
+        *,
+        replica: int | None = None,
+        replicas: int | None = None,
+        launcher: str | None = None,
+        collective: Collective | Callable[[int], Collective] | None = None,
+        run: str = "",
+        policy: str | Policy = "autoloco",
+        base_horizon: int | None = None,
+        min_horizon: int | None = None,
+        max_horizon: int | None = None,
+        horizon_step: int | None = None,
+        warmup_steps: int | None = None,
+        outer_lr: float = 0.7,
+        outer_momentum: float | None = None,
+        normalize: bool = False,
+        codec: str = "float32",
+        replica_failure_policy: Literal["strict", "skip"] = "strict",
+        min_replicas: int | None = None,
+        timeout: float = 600.0,
+        outer_device: str | torch.device = "cpu",
+        weighting: Literal["equal", "tokens"] = "equal",
+        buffers: Literal["average", "local"] = "average",
+        optimizer: int | None = None,
+        pad_token_id: int | None = None,
+        token_fn: TokenFunction | None = None,
+        validate_with: Literal["local", "shared"] = "local",
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every_rounds: int = 1,
+        checkpoint_every: int | None = None,
+        **options: Any,
+    ) -> None:
+        named = {"base_horizon": base_horizon, "min_horizon": min_horizon, "max_horizon": max_horizon}
+        named |= {"horizon_step": horizon_step, "warmup_steps": warmup_steps}
+        outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "normalize": normalize}
+        self.policy, self.outer = make_settings(
+            policy, {**{k: v for k, v in named.items() if v is not None}, **outer, **options}
+        )
+        check_choice("replica_failure_policy", replica_failure_policy, ("strict", "skip"))
+        check_choice("weighting", weighting, ("equal", "tokens"))
+        check_choice("buffers", buffers, ("average", "local"))
+        check_choice("validate_with", validate_with, ("local", "shared"))
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+        if checkpoint_every_rounds < 1:
+            raise ValueError(f"checkpoint_every_rounds must be at least 1, got {checkpoint_every_rounds!r}")
+        if collective is not None and store is not None:
+            raise ValueError("give a store or a collective, not both")
+        if collective is not None:
+            identity, self._meet = given_collective(collective, replica=replica, replicas=replicas)
+        else:
+            identity = read_identity(replica=replica, replicas=replicas, launcher=launcher)
+            self._meet = open_store(
+                store,
+                identity,
+                run=run,
+                interrupted=self._told_to_stop,
+                codec=codec,
+                failure_policy=replica_failure_policy,
+                min_replicas=min_replicas,
+                timeout_seconds=timeout,
+                checkpoint_every=checkpoint_every,
+            )
+        self._options = FitOptions(
+            identity=identity,
+            policy=self.policy,
+            outer=self.outer,
+            outer_device=outer_device,
+            weighting=weighting,
+            buffers=buffers,
+            optimizer=optimizer,
+            pad_token_id=pad_token_id,
+            token_fn=token_fn,
+        )
+        self.identity = identity
+        self._validate_with = validate_with
+        self._checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
+        self._checkpoint_every_rounds = checkpoint_every_rounds
+        self.rounds: list[RoundSummary] = []
+        self.final: FinalSummary | None = None
+        self._trainer: pl.Trainer | None = None
+        self._fit: Fit | None = None
+        self._fits = 0  # begun so far: each is a run of its own
+        self._stash: dict[str, Any] | None = None
+        self._swap: AbstractContextManager[None] | None = None
+
+    @property
+    def loop(self) -> OuterLoop | None:
+        """The outer loop of the present or last fit."""
+        return self._fit.loop if self._fit is not None else None
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return "AutoLoCo"
+
+    def _told_to_stop(self) -> bool:
+        return self._trainer is not None and self._trainer.received_sigterm
+
+    def _running(self) -> Fit | None:
+        return self._fit if self._fit is not None and self.final is None else None
+
+    # -- the fit -------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not isinstance(trainer, pl.Trainer):
+            raise TypeError(
+                f"this Trainer is a {type(trainer).__module__}.{type(trainer).__name__}; AutoLoCoCallback works with "
+                "the lightning package: use `import lightning.pytorch as pl` throughout"
+            )
+        if stage != "fit":
+            return
+        if trainer.world_size > 1:
+            raise ValueError(
+                f"this Trainer runs {trainer.world_size} processes, and a replica is one process: use devices=1, "
+                "num_nodes=1 and strategy='local_replica', and start one process for each replica"
+            )
+        self._trainer, self._stash = trainer, None
+        separate_checkpoints(trainer, self.identity)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Fit:
+        saved, self._stash = self._stash, None
+        if saved is not None:
+            # A checkpoint of a run that has ended is where the next run starts.
+            self._fits = saved["fit"] + (1 if saved["fit_state"]["loop"]["ended"] else 0)
+            if saved["fit_state"]["loop"]["ended"]:
+                saved = None
+        elif self._fit is not None:
+            self._fits += 1
+        self.rounds, self.final = [], None
+
+        def closed(summary: RoundSummary, metrics: Mapping[str, float]) -> None:
+            self.rounds.append(summary)
+            log_round(trainer, pl_module, metrics)
+            if (summary.round + 1) % self._checkpoint_every_rounds == 0 and not summary.ended:
+                self._save(trainer)
+
+        self._fit = Fit(trainer, pl_module, self._meet(self._fits), self._options, closed)
+        try:
+            with _preemption():
+                self._fit.start(saved["fit_state"] if saved is not None else None)
+        except BaseException:
+            self._fit.stop()
+            raise
+        return self._fit
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if fit := self._running():
+            fit.batch_begins(batch)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if fit := self._running():
+            fit.steps.attempted(optimizer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if fit := self._running():
+            with _preemption():
+                self.final = fit.batch_ends(outputs)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end(trainer)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning skips the training hooks when there is nothing to train: no batch at all, or a fit that was
+        # complete but for the wait for the others. Both still belong to the fleet until its run ends.
+        waiting = self._stash is not None and not self._stash["fit_state"]["loop"]["ended"]
+        if self._trained_nothing(trainer) or waiting:
+            self._begin(trainer, pl_module)
+            self._end(trainer)
+
+    def _trained_nothing(self, trainer: pl.Trainer) -> bool:
+        return trainer.fit_loop.max_batches == 0 and self._stash is None and self._running() is None
+
+    def _end(self, trainer: pl.Trainer) -> None:
+        if fit := self._running():
+            with _preemption():
+                self.final = fit.leave()
+        if self._fit is not None:
+            self._save(trainer)
+            self._fit.stop()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._swap_back()
+        fit = self._running()
+        if fit is None:
+            return
+        if isinstance(exception, SIGTERMException):
+            self._save(trainer)
+            fit.publish("preempted")
+            exception.code = _PREEMPTED
+        else:
+            text = " ".join(f"{type(exception).__name__}: {exception}".split())
+            fit.publish("failed", error=text[:300])
+        fit.stop()
+
+    # -- validation ----------------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        fit = self._running()
+        if self._validate_with == "shared" and fit is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._swap = fit.loop.shared_weights()
+            self._swap.__enter__()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._swap_back()  # ModelCheckpoint saves after this: a resume needs this replica's own weights
+
+    def _swap_back(self) -> None:
+        swap, self._swap = self._swap, None
+        if swap is not None:
+            swap.__exit__(None, None, None)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._stash is not None:
+            return self._stash
+        if self._fit is None or not self._fit.loop.started:
+            return {}
+        return {"version": _STATE_VERSION, "fit": self._fits, "fit_state": self._fit.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # The model isn't in place yet: used in on_train_start.
+        if state_dict.get("version") != _STATE_VERSION:
+            raise FleetMismatch(
+                f"the checkpoint's AutoLoCo state has version {state_dict.get('version')}, "
+                f"this package reads {_STATE_VERSION}"
+            )
+        self._stash = dict(state_dict)
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        """This replica's own durable checkpoint."""
+        if self._checkpoint_dir is not None and self._fit is not None:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            write_checkpoint(
+                self._checkpoint_dir,
+                self.identity.replica,
+                checkpoint,
+                round=self._fit.loop.round,
+                step=trainer.global_step,
+            )
+
+
+class _preemption:
+    """A wait that SIGTERM cut short ends like any other step that SIGTERM cut short."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Interrupted):
+            raise SIGTERMException(_PREEMPTED) from error
