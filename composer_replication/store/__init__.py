@@ -10,5 +10,6 @@ from composer_replication.store.keys import check_key
 from composer_replication.store.local import LocalStore
 from composer_replication.store.memory import MemoryStore
 from composer_replication.store.open import open_store, register_scheme
+from composer_replication.store.prefixed import PrefixedStore
 
-__all__ = ["Buffer", "LocalStore", "MemoryStore", "ObjectStore", "check_key", "open_store", "register_scheme"]
+__all__ = ["Buffer", "LocalStore", "MemoryStore", "ObjectStore", "PrefixedStore", "check_key", "open_store", "register_scheme"]

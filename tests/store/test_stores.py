@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 
 from composer_replication.errors import ObjectMissing, StoreError
-from composer_replication.store import LocalStore, MemoryStore, ObjectStore, open_store, register_scheme
+from composer_replication.store import LocalStore, MemoryStore, ObjectStore, PrefixedStore, open_store, register_scheme
 from tests.store import conformance
 
 
-@pytest.fixture(params=["memory", "local"])
+@pytest.fixture(params=["memory", "local", "prefixed"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    if request.param == "prefixed":
+        whole = MemoryStore("t")
+        whole.put("runs/another/a/b/one", b"not in this part")
+        return PrefixedStore(whole, "runs/one")
     return MemoryStore("t") if request.param == "memory" else LocalStore(tmp_path / "store")
 
 

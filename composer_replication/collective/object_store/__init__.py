@@ -1,1 +1,7 @@
-"""(docstring to be written by the owner of this package)"""
+"""A collective whose replicas meet in an object store. See docs/protocol.md."""
+
+from __future__ import annotations
+
+from composer_replication.collective.object_store.collective import ObjectStoreCollective
+
+__all__ = ["ObjectStoreCollective"]

@@ -1,0 +1,615 @@
+"""A fleet that meets in an object store: no coordinator process, no connection between replicas.
+
+Invariant: all replicas that apply a round apply the same bytes, whatever dies, lags or comes back meanwhile
+(docs/protocol.md says what that rests on).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from composer_replication.collective.base import Contribution, RoundOutcome, Snapshot
+from composer_replication.collective.codec import check_codec
+from composer_replication.collective.layout import Layout
+from composer_replication.collective.object_store import checkpoints, keys
+from composer_replication.collective.object_store.checkpoints import Manifest
+from composer_replication.collective.object_store.driver import drive
+from composer_replication.collective.object_store.fleet import agree_on_fleet, claim_replica, heartbeat
+from composer_replication.collective.object_store.garbage import Collector
+from composer_replication.collective.object_store.heartbeat import Heartbeat
+from composer_replication.collective.object_store.history import Standing, decided, declared_base, stand
+from composer_replication.collective.object_store.requests import Requests
+from composer_replication.collective.object_store.roster import Mode, Plan, Policy
+from composer_replication.collective.object_store.round import Closed, Fail, Job, Timing
+from composer_replication.collective.object_store.shards import ShardWork, Trace
+from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, Roster, dump, load
+from composer_replication.errors import (
+    Diverged,
+    Fenced,
+    FleetMismatch,
+    Interrupted,
+    ObjectCorrupt,
+    ObjectExists,
+    ObjectMissing,
+    RoundAborted,
+    RoundError,
+    RoundTimeout,
+    StoreError,
+)
+from composer_replication.store import ObjectStore, PrefixedStore, open_store
+
+__all__ = ["ObjectStoreCollective"]
+
+
+def _no_trace(step: str) -> None:
+    """Does nothing."""
+
+
+class ObjectStoreCollective:
+    """One replica's side of a fleet in a store; satisfies `Collective`.
+
+    Args:
+        store: a store, or its URI.
+        replica: this replica's id, from 0 to replicas - 1.
+        replicas: how many the run begins with.
+        run: prefix of the run within the store.
+        codec: "float32", "bfloat16" or "int8".
+        failure_policy: "strict": a replica that is missing at the deadline ends the run for all; "skip": the round
+            closes without it.
+        min_replicas: under skip, how many a round needs; more than half of the fleet unless given.
+        timeout_seconds: how long after its own contribution a replica waits for the others'.
+        start_timeout_seconds: the same for the beginning: the first state, and round 0.
+        poll_seconds: the shortest pause between two looks; they grow to `max_poll_seconds`.
+        heartbeat_seconds: how often this replica shows itself, and looks whether it has been overtaken.
+        checkpoint_every: rounds between two checkpoints of the shared state.
+        takeover_seconds: after how long the next replica does a shard whose owner doesn't.
+        tolerated_misses: under skip, rounds in a row that a replica may miss and still be waited for.
+        mode: how tensors travel: "auto" (by the roster's size and the payload), "direct" or "sharded".
+        nonce: the run's own name, if the launcher gives one: another run under the same prefix is refused then.
+        interrupted: asked while waiting; True ends the wait with Interrupted.
+        clock, sleep: the local monotonic clock. The time of day is never used.
+        trace: called with "before:step" and "after:step" around everything that is written or averaged (see STEPS).
+
+    Raises ValueError for a setting that is out of range.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore | str,
+        *,
+        replica: int,
+        replicas: int,
+        run: str = "",
+        codec: str = "float32",
+        failure_policy: Literal["strict", "skip"] = "strict",
+        min_replicas: int | None = None,
+        timeout_seconds: float = 600.0,
+        start_timeout_seconds: float = 900.0,
+        poll_seconds: float = 0.05,
+        max_poll_seconds: float = 1.0,
+        heartbeat_seconds: float = 5.0,
+        checkpoint_every: int = 10,
+        takeover_seconds: float | None = None,
+        tolerated_misses: int = 1,
+        mode: Mode = "auto",
+        nonce: str = "",
+        interrupted: Callable[[], bool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        trace: Trace = _no_trace,
+    ) -> None:
+        if replicas < 1:
+            raise ValueError(f"replicas must be at least 1, got {replicas}")
+        if not 0 <= replica < replicas:
+            raise ValueError(f"replica must be from 0 to {replicas - 1} in a fleet of {replicas}, got {replica}")
+        if failure_policy not in ("strict", "skip"):
+            raise ValueError(f"failure_policy must be 'strict' or 'skip', got {failure_policy!r}")
+        if min_replicas is not None and not 1 <= min_replicas <= replicas:
+            raise ValueError(f"min_replicas must be from 1 to {replicas}, got {min_replicas}")
+        if mode not in ("auto", "direct", "sharded"):
+            raise ValueError(f"mode must be 'auto', 'direct' or 'sharded', got {mode!r}")
+        for name, value in (
+            ("timeout_seconds", timeout_seconds),
+            ("start_timeout_seconds", start_timeout_seconds),
+            ("poll_seconds", poll_seconds),
+            ("max_poll_seconds", max_poll_seconds),
+            ("heartbeat_seconds", heartbeat_seconds),
+            ("checkpoint_every", checkpoint_every),
+        ):
+            if not value > 0:
+                raise ValueError(f"{name} must be greater than 0, got {value}")
+        if tolerated_misses < 0:
+            raise ValueError(f"tolerated_misses must not be negative, got {tolerated_misses}")
+        whole = open_store(store) if isinstance(store, str) else store
+        self._raw = PrefixedStore(whole, run) if run else whole
+        self._store = Requests(self._raw, sleep=sleep)
+        self._replica = replica
+        self._codec = check_codec(codec)
+        self._policy = Policy(
+            strict=failure_policy == "strict",
+            fleet=tuple(range(replicas)),
+            min_replicas=min_replicas if min_replicas is not None else replicas // 2 + 1,
+            tolerated_misses=tolerated_misses,
+            mode=mode,
+        )
+        self._timing = Timing(
+            timeout_seconds=timeout_seconds,
+            takeover_seconds=takeover_seconds if takeover_seconds is not None else min(30.0, timeout_seconds / 10),
+            poll_seconds=poll_seconds,
+            max_poll_seconds=max(max_poll_seconds, poll_seconds),
+        )
+        self._start_timeout = start_timeout_seconds
+        self._heartbeat_seconds = heartbeat_seconds
+        self._every = checkpoint_every
+        self._nonce = nonce
+        self._interrupted = interrupted
+        self._clock = clock
+        self._sleep = sleep
+        self._trace = trace
+        self._jitter = random.Random()
+        # set by start()
+        self._run = ""
+        self._incarnation = 0
+        self._plan: Plan | None = None
+        self._attempts: dict[int, int] = {}
+        self._tip = 0
+        self._heart: Heartbeat | None = None
+        self._collector: Collector | None = None
+        # of the present round
+        self._work: ShardWork | None = None
+        self._roster: Roster | None = None
+        self._pending: Manifest | None = None
+        self._layouts: set[str] = set()
+        self._left = False
+        self._waited = 0.0
+        self._closed = False
+
+    @property
+    def replica(self) -> int:
+        return self._replica
+
+    @property
+    def fleet(self) -> tuple[int, ...]:
+        return self._policy.fleet
+
+    @property
+    def overtaken(self) -> bool:
+        return self._heart is not None and self._heart.overtaken
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """Requests to the store so far, by kind (heartbeats not counted)."""
+        return dict(self._store.count)
+
+    # -- start
+
+    def start(self, offered: Snapshot, *, settings: Mapping[str, Any], resumed: bool) -> Snapshot:
+        assert self._plan is None, "start() is called once"
+        self._incarnation = claim_replica(
+            self._store,
+            self._replica,
+            heartbeat_seconds=self._heartbeat_seconds,
+            clock=self._clock,
+            pause=self._pause,
+            trace=self._trace,
+        )
+        try:
+            return self._join(offered, settings, resumed)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, offered: Snapshot, settings: Mapping[str, Any], resumed: bool) -> Snapshot:
+        own = {
+            "replicas": len(self.fleet),
+            "codec": self._codec,
+            "failure_policy": "strict" if self._policy.strict else "skip",
+            "min_replicas": self._policy.min_replicas,
+            "tolerated_misses": self._policy.tolerated_misses,
+            "checkpoint_every": self._every,
+            "settings": json.loads(json.dumps(dict(settings))),
+        }
+        self._run = agree_on_fleet(
+            self._store, own, offered.layout, nonce=self._nonce, resumed=resumed, trace=self._trace
+        )
+        about = {"host": socket.gethostname(), "run": self._run}
+        heart = Heartbeat(self._raw, self._replica, self._incarnation, self._heartbeat_seconds, about)
+        heart.start()
+        self._heart = heart
+        snapshot = self._resume(offered) if resumed else self._begin(offered)
+        standing = self._stand(snapshot.round)
+        self._check_known(snapshot, standing)
+        self._tip = standing.tip
+        self._attempts = dict(standing.attempts)
+        self._plan = self._plan_of(snapshot, standing)
+        newest = checkpoints.latest_round(self._store) or 0
+        self._collector = Collector(
+            self._store, self._replica, round=snapshot.round, checkpoint=newest, every=self._every
+        )
+        heart.watch(self._run, snapshot.round, self._attempts.get(snapshot.round, 0))
+        heart.look()
+        return snapshot
+
+    def _begin(self, offered: Snapshot) -> Snapshot:
+        """The fleet's newest checkpoint; the lowest id writes the first one."""
+        if self._there(keys.FINAL):
+            raise FleetMismatch(f"{self._store.uri} holds a run that has finished: choose another prefix for a new one")
+        if offered.round != 0:
+            raise ValueError(f"a fresh start offers round 0, got {offered.round}")
+        give_up = self._clock() + self._start_timeout
+        pause = self._timing.poll_seconds
+        while True:
+            newest = checkpoints.latest_round(self._store)
+            if newest is None and self._there(keys.manifest(0)):  # a listing may be behind
+                newest = 0
+            if newest is not None:
+                try:
+                    return checkpoints.read(self._store, self._run, newest)
+                except ObjectMissing as error:
+                    if checkpoints.latest_round(self._store) == newest:
+                        raise ObjectCorrupt(f"the newest checkpoint is incomplete: {error}") from error
+                    continue  # it was collected while it was read: there is a newer one
+            if self._replica == min(self.fleet):
+                first = checkpoints.write_blobs(self._store, self._run, offered, self._trace)
+                checkpoints.commit(self._store, first, self._trace)
+                continue
+            if self._clock() >= give_up:
+                raise RoundTimeout(
+                    f"replica {min(self.fleet)} has not published the first weights in {self._start_timeout:g} s "
+                    f"({self._store.uri}): is it running, with the same store?"
+                )
+            self._pause(pause * (0.5 + 0.5 * self._jitter.random()))
+            pause = min(pause * 1.5, self._timing.max_poll_seconds)
+
+    def _resume(self, offered: Snapshot) -> Snapshot:
+        round = offered.round
+        if round > 0 and self._stand(round - 1).tip < round:
+            raise FleetMismatch(
+                f"this checkpoint is of round {round}, but round {round - 1} isn't closed in {self._store.uri}: "
+                "it belongs to another run; give that run's prefix, or start without the checkpoint"
+            )
+        return offered
+
+    def _stand(self, round: int) -> Standing:
+        return stand(self._store, self._run, round, strict=self._policy.strict)
+
+    def _check_known(self, snapshot: Snapshot, standing: Standing) -> None:
+        """Has the fleet been in this state at this round?"""
+        round, known = snapshot.round, set[str]()
+        if self._there(keys.manifest(round)):
+            content = load(self._store.get(keys.manifest(round)), keys.manifest(round))
+            known.add(str(content.get("digest")))
+        elif round == 0:
+            raise FleetMismatch(f"{self._store.uri} has no first weights: start without the checkpoint")
+        attempt = standing.attempts[round]
+        here = decided(self._store, self._run, round, attempt)
+        if here is not None and here.roster.kind == "roster":
+            known.add(here.roster.base)
+        elif not known:  # whoever is ahead has said from where it began this round
+            declared = (declared_base(self._store, self._run, round, attempt, replica) for replica in self.fleet)
+            known.update(base for base in declared if base is not None)
+        if known and snapshot.digest not in known:
+            raise FleetMismatch(
+                f"this checkpoint's state of round {round} ({snapshot.digest}) isn't the fleet's "
+                f"({', '.join(sorted(known))}) in {self._store.uri}: it belongs to another run, or is damaged; "
+                "start without it to join from the fleet's newest checkpoint"
+            )
+
+    def _plan_of(self, snapshot: Snapshot, standing: Standing) -> Plan:
+        round = snapshot.round
+        plan = Plan(run=self._run, round=round, prev=self._run, base=snapshot.digest, expected=self.fleet)
+        if round == 0:
+            return plan
+        last = self._stand_before(round)
+        return replace(plan, prev=last.hash, expected=last.roster.expected_next, misses=last.roster.misses)
+
+    def _stand_before(self, round: int):
+        attempt = 0
+        best = None
+        while (found := decided(self._store, self._run, round - 1, attempt)) is not None:
+            best = found if found.roster.kind == "roster" else best
+            attempt += 1
+        if best is None:
+            raise FleetMismatch(f"round {round - 1} isn't closed in {self._store.uri}")
+        return best
+
+    # -- rounds
+
+    def average(self, contribution: Contribution) -> RoundOutcome:
+        report = contribution.report
+        if self._left:
+            raise RoundError(f"replica {self._replica} has left the run: it can only follow")
+        outcome = self._round(contribution.round, contribution.layout, report.base, contribution, wait=True)
+        assert outcome is not None
+        return outcome
+
+    def follow(self, round: int, layout: Layout, base: str, *, wait: bool) -> RoundOutcome | None:
+        """As the contract says; and if this replica's contribution to the round is in the store already (from before
+        a restart), its part is done: the round is waited for, and taken part in."""
+        return self._round(round, layout, base, None, wait=wait)
+
+    def _round(
+        self, round: int, layout: Layout, base: str, contribution: Contribution | None, *, wait: bool
+    ) -> RoundOutcome | None:
+        plan = self._ready_for(round, base)
+        self._drop_work()
+        self._publish_layout(layout)
+        work = ShardWork(
+            self._store,
+            codec=self._codec,
+            run=self._run,
+            round=round,
+            layout=layout,
+            replica=self._replica,
+            incarnation=self._incarnation,
+            contribution=contribution,
+            trace=self._trace,
+        )
+        self._work = work
+        timing = self._timing
+        if round == 0:
+            timing = replace(timing, timeout_seconds=max(timing.timeout_seconds, self._start_timeout))
+        job = Job(
+            plan=plan,
+            policy=self._policy,
+            timing=timing,
+            replica=self._replica,
+            incarnation=self._incarnation,
+            layout=layout.fingerprint,
+            report=None if contribution is None else contribution.report,
+            wait=wait,
+            announce=not self._left and round >= self._tip - 1,
+            first_attempt=self._attempts.get(round, 0),
+        )
+        sent, received, self._waited = self._store.bytes_sent, self._store.bytes_received, 0.0
+        pause = self._pause if contribution is not None else self._watching(plan)
+        ending = drive(job, work, self._store, clock=self._clock, pause=pause, trace=self._trace, jitter=self._jitter)
+        assert self._collector is not None
+        self._collector.wrote(round, work.blobs)
+        if isinstance(ending, Fail):
+            raise self._error(plan, ending, layout)
+        if ending.closed is None:
+            return None
+        self._confirm(ending.closed)
+        self._advance(ending.closed)
+        return self._outcome(
+            ending.closed,
+            work,
+            bytes_sent=self._store.bytes_sent - sent,
+            bytes_received=self._store.bytes_received - received,
+        )
+
+    def _ready_for(self, round: int, base: str) -> Plan:
+        self._check_fence()
+        plan = self._plan
+        if plan is None or self._closed:
+            raise RoundError("rounds come after start() and before close()")
+        if round != plan.round:
+            raise RoundError(f"replica {self._replica} is at round {plan.round}, not at round {round}")
+        if not plan.expected:
+            raise RoundError(f"the run is over: nobody is expected in round {round}")
+        return replace(plan, base=base)
+
+    def _advance(self, closed: Closed) -> None:
+        roster, plan = closed.roster, self._plan
+        assert plan is not None and self._heart is not None and self._collector is not None
+        self._roster = roster
+        reports = (*roster.members, *roster.others)
+        self._left = self._left or any(r.replica == self._replica and r.leaving for r in reports)
+        self._plan = Plan(
+            run=self._run,
+            round=roster.round + 1,
+            prev=closed.roster_hash,
+            base="",
+            expected=roster.expected_next,
+            misses=roster.misses,
+        )
+        self._heart.watch(self._run, roster.round + 1, self._attempts.get(roster.round + 1, 0))
+        if roster.round + 1 < self._tip:
+            self._heart.look()
+        self._collector.closed(roster)
+
+    def _outcome(self, closed: Closed, work: ShardWork, **counts: int) -> RoundOutcome:
+        roster = closed.roster
+        members, others, absent = roster.members, roster.others, dict(roster.absent)
+        square_norm = 0.0
+        for fact in closed.chunks:
+            square_norm += fact.square_norm
+        if not all(fact.finite for fact in closed.chunks):
+            absent |= {report.replica: "the mean is not finite" for report in members}
+            others = tuple(sorted((*members, *others), key=lambda report: report.replica))
+            members, square_norm = (), 0.0
+
+        def mean(index: int, out: Tensor) -> None:
+            if not members:
+                raise RoundError(f"round {roster.round} averaged nobody: there is no mean")
+            work.mean(index, out)
+
+        return RoundOutcome(
+            round=roster.round,
+            members=members,
+            absent=dict(sorted(absent.items())),
+            others=others,
+            expected_next=roster.expected_next,
+            mean_square_norm=square_norm,
+            mean=mean,
+            wait_seconds=self._waited,
+            phase_seconds=work.seconds,
+            **counts,
+        )
+
+    def _error(self, plan: Plan, fail: Fail, layout: Layout) -> Exception:
+        where, me = f"round {plan.round} of {self._store.uri}", f"replica {self._replica}"
+        rejoin = "restart it without its own checkpoint: it joins from the fleet's newest one"
+        roster = fail.roster
+        match fail.kind:
+            case "aborted":
+                notes = [fail.reason]
+                if roster is not None and roster.missing:
+                    notes.append("missing: replica " + ", ".join(str(replica) for replica in roster.missing))
+                if roster is not None:
+                    notes += [f"replica {replica}: {why}" for replica, why in roster.differing.items()]
+                return RoundAborted(f"{where} was aborted: {'; '.join(notes)}")
+            case "diverged":
+                return Diverged(f"{where}: {fail.reason}. {me} is not averaged; {rejoin}")
+            case "behind":
+                return Diverged(f"{where} has been passed by everyone ({fail.reason}). {me} is behind; {rejoin}")
+            case "mismatch":
+                differences = self._tensor_differences(fail.reason, layout)
+                return FleetMismatch(f"{where}: {me} trained other tensors than the fleet: {differences}")
+            case "sealed":
+                return FleetMismatch(f"{where} is sealed ({fail.reason}): the run goes on elsewhere")
+            case "corrupt":
+                return ObjectCorrupt(f"{where}: {fail.reason}")
+            case "store":
+                return StoreError(f"{where}: {fail.reason}; the store doesn't show what was written to it")
+
+    def _tensor_differences(self, fingerprint: str, layout: Layout) -> str:
+        key = keys.layout(fingerprint)
+        try:
+            theirs = Layout.from_json(load(self._store.get(key, max_bytes=MAX_POINTER_BYTES), key))
+        except (StoreError, KeyError, TypeError, ValueError):
+            return f"layout {layout.fingerprint} here, {fingerprint} there"
+        return "; ".join(layout.differences(theirs)[:20])
+
+    def _publish_layout(self, layout: Layout) -> None:
+        if layout.fingerprint not in self._layouts:
+            self._create(keys.layout(layout.fingerprint), dump(layout.to_json()))
+            self._layouts.add(layout.fingerprint)
+
+    # -- after a round
+
+    def applied(self, take: Callable[[], Snapshot]) -> None:
+        roster = self._roster
+        assert roster is not None and self._collector is not None
+        self._trace("before:applied")
+        self._drop_work()
+        following = roster.round + 1
+        writers = roster.present & set(roster.expected_next)
+        if following % self._every == 0 and writers and min(writers) == self._replica:
+            self._pending = checkpoints.write_blobs(self._store, self._run, take(), self._trace)
+        self._trace("before:collect")
+        self._collector.collect(roster)
+        self._trace("after:collect")
+        self._trace("after:applied")
+
+    def _confirm(self, closed: Closed) -> None:
+        """The next roster starts from the checkpoint that was written: now it may be found."""
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.round == closed.roster.round and pending.digest == closed.roster.base:
+            checkpoints.commit(self._store, pending, self._trace)
+
+    def publish(self, status: Mapping[str, Any]) -> None:
+        if self._heart is not None:
+            self._heart.show(status)
+
+    def finish(self, digest: str, result: Mapping[str, Any]) -> None:
+        content = {"replica": self._replica, "digest": digest, "incarnation": self._incarnation, "run": self._run}
+        self._trace("before:result")
+        self._store.put(
+            keys.result(self._replica), json.dumps({**content, "result": dict(result)}, default=str).encode()
+        )
+        self._trace("after:result")
+        roster = self._roster
+        if roster is None or roster.expected_next:
+            return
+        results = {replica: self._result_of(replica) for replica in sorted(roster.present)}
+        if any(found != digest for found in results.values()):
+            return  # someone is still on the way, or ended elsewhere: final.json is for a unanimous end
+        self._trace("before:final")
+        self._create(
+            keys.FINAL,
+            dump({"run": self._run, "rounds": roster.round + 1, "digest": digest, "replicas": list(results)}),
+        )
+        self._trace("after:final")
+
+    def _result_of(self, replica: int) -> str | None:
+        key = keys.result(replica)
+        try:
+            return str(load(self._store.get(key, max_bytes=MAX_POINTER_BYTES), key).get("digest"))
+        except ObjectMissing:
+            return None
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._drop_work()
+        if self._heart is not None:
+            self._heart.stop("closed")
+        if self._incarnation:
+            try:
+                self._create(keys.closed(self._replica, self._incarnation), b"{}")
+            except StoreError:
+                pass  # whoever comes next finds out by the process, or by the heartbeat
+
+    # -- inside
+
+    def _create(self, key: str, data: bytes) -> None:
+        try:
+            self._store.put_if_absent(key, data)
+        except ObjectExists:
+            pass
+
+    def _there(self, key: str) -> bool:
+        try:
+            self._store.get(key, max_bytes=MAX_POINTER_BYTES)
+            return True
+        except ObjectMissing:
+            return False
+
+    def _drop_work(self) -> None:
+        if self._work is not None:
+            self._work.close()
+            self._work = None
+
+    def _check_fence(self) -> None:
+        if self._heart is not None and self._heart.fenced:
+            raise Fenced(
+                f"a newer process has taken replica {self._replica} over ({self._store.uri}): this one stops, "
+                "and is not to be restarted"
+            )
+
+    def _pause(self, seconds: float) -> None:
+        self._check_fence()
+        if self._interrupted is not None and self._interrupted():
+            raise Interrupted(f"replica {self._replica} was asked to stop while it waited for the others")
+        began = self._clock()
+        self._sleep(seconds)
+        self._waited += self._clock() - began
+
+    def _watching(self, plan: Plan) -> Callable[[float], None]:
+        """An onlooker's pause: no deadline of its own, but an end if everyone it waits for stands still."""
+        seen: dict[int, Any] = {}
+        since = looked = self._clock()
+
+        def pause(seconds: float) -> None:
+            nonlocal since, looked
+            self._pause(seconds)
+            now = self._clock()
+            if now - looked < self._heartbeat_seconds:
+                return
+            looked = now
+            for replica in self._others(plan.expected):
+                beat = heartbeat(self._raw, replica)
+                mark = (beat.get("incarnation"), beat.get("counter"))
+                if seen.get(replica) != mark:
+                    seen[replica], since = mark, now
+            if now - since > self._timing.timeout_seconds + 2 * self._heartbeat_seconds:
+                raise RoundTimeout(
+                    f"round {plan.round} of {self._store.uri} is open, and no heartbeat of replica "
+                    f"{', '.join(map(str, plan.expected))} has moved in {now - since:.0f} s"
+                )
+
+        return pause
+
+    def _others(self, replicas: Sequence[int]) -> list[int]:
+        return [replica for replica in replicas if replica != self._replica]

@@ -1,0 +1,264 @@
+"""Who may take part: claims on replica ids, and the facts that all replicas of a fleet must share.
+
+Invariant: one live process holds a replica id (the highest claim rules), and a process whose facts differ from
+fleet.json in anything that could change a bit is refused, with both values, before it trains.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from composer_replication.collective.codec import CODECS, content_hash, encode_chunk
+from composer_replication.collective.layout import Layout
+from composer_replication.collective.norms import square_norm
+from composer_replication.collective.object_store import keys
+from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, WIRE_VERSION, dump, load
+from composer_replication.collective.reduce import reduce_chunk
+from composer_replication.errors import FleetMismatch, ObjectExists, ObjectMissing, ReplicaTaken, StoreError
+from composer_replication.store.base import ObjectStore
+
+__all__ = ["Process", "agree_on_fleet", "claim_replica", "numerics_probe", "this_process"]
+
+_Json = dict[str, Any]
+
+
+# -- claims
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What tells one process from all others; `pid` means something only where the first three are the same."""
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    started: str
+
+    def beside(self, other: Process) -> bool:
+        """Can this process see whether the other one runs?"""
+        here, there = (self.host, self.boot, self.namespace), (other.host, other.boot, other.namespace)
+        return bool(self.boot) and here == there
+
+
+def this_process() -> Process:
+    boot = namespace = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    return Process(socket.gethostname(), boot, namespace, os.getpid(), _started(os.getpid()) or "")
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, in the kernel's own count; None if there is no such process, or it is a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+def claim_replica(
+    store: ObjectStore,
+    replica: int,
+    *,
+    heartbeat_seconds: float,
+    clock: Callable[[], float],
+    pause: Callable[[float], None],
+    trace: Callable[[str], None],
+) -> int:
+    """Take a replica id; gives the incarnation. Raises ReplicaTaken while a live process holds it.
+
+    Also finds out whether the store's create-if-absent holds what it promises (StoreError if it doesn't).
+    """
+    me = this_process()
+    while True:
+        found = [n for n in (keys.incarnation_of(key) for key in store.list(keys.claims(replica))) if n is not None]
+        last = max(found, default=0)
+        if last and not _there(store, keys.closed(replica, last)):
+            _refuse_if_alive(store, replica, last, me, heartbeat_seconds, clock, pause)
+        key, claim = keys.claim(replica, last + 1), dump({"wire": WIRE_VERSION, "replica": replica, **asdict(me)})
+        trace("before:claim")
+        try:
+            store.put_if_absent(key, claim)
+        except ObjectExists:
+            continue  # someone else is starting under this id: look at that one
+        trace("after:claim")
+        try:
+            store.put_if_absent(key, claim)
+        except ObjectExists:
+            return last + 1
+        raise StoreError(
+            f"{store.uri} lets two writers create the same object ({key}), so no round would be safe there: "
+            "use a store, or a mount, whose create-if-absent is honest"
+        )
+
+
+def _refuse_if_alive(
+    store: ObjectStore,
+    replica: int,
+    incarnation: int,
+    me: Process,
+    heartbeat_seconds: float,
+    clock: Callable[[], float],
+    pause: Callable[[float], None],
+) -> None:
+    key = keys.claim(replica, incarnation)
+    content = load(store.get(key, max_bytes=MAX_POINTER_BYTES), key)
+    holder = Process(*(str(content.get(name, "")) for name in ("host", "boot", "namespace")), 0, "")  # type: ignore[arg-type]
+    pid = content.get("pid")
+    if me.beside(holder) and isinstance(pid, int):
+        alive = _started(pid) == str(content.get("started", ""))
+    else:
+        alive = _beats(store, replica, incarnation, heartbeat_seconds, clock, pause)
+    if alive:
+        raise ReplicaTaken(
+            f"replica {replica} is held by process {pid} on {holder.host} (claim {incarnation} in {store.uri}): "
+            "choose another id, or stop that process first"
+        )
+
+
+def _beats(
+    store: ObjectStore,
+    replica: int,
+    incarnation: int,
+    heartbeat_seconds: float,
+    clock: Callable[[], float],
+    pause: Callable[[float], None],
+) -> bool:
+    """Does that incarnation's heartbeat counter move? Watched for two of its intervals, on the local clock."""
+    first = heartbeat(store, replica)
+    if first.get("incarnation") != incarnation:
+        return False  # it has never shown itself: it died while it was starting, or is about to find itself outclaimed
+    theirs = first.get("heartbeat_seconds")
+    interval = max(heartbeat_seconds, float(theirs) if isinstance(theirs, int | float) else 0.0)
+    until = clock() + 2.0 * interval
+    while clock() < until:
+        pause(min(interval / 4, max(until - clock(), 0.0)))
+        if heartbeat(store, replica).get("counter") != first.get("counter"):
+            return True
+    return False
+
+
+def heartbeat(store: ObjectStore, replica: int) -> _Json:
+    """What a replica last showed of itself; empty if nothing readable is there."""
+    try:
+        return load(store.get(keys.member(replica), max_bytes=MAX_POINTER_BYTES), keys.member(replica))
+    except StoreError:
+        return {}
+
+
+# -- fleet.json
+
+
+def numerics_probe() -> dict[str, str]:
+    """Digests of the arithmetic that decides bits, computed here: compared over the fleet before any training."""
+    count = 3 * 4096 + 17
+    # Whole numbers, so that making the input involves no rounding; scaled by a power of two, which is exact.
+    pattern = torch.arange(count, dtype=torch.int64).mul_(2654435761).remainder_(1_000_003)
+    values = (pattern - 500_001).to(torch.float32).mul_(2.0**-19)
+    sizes = (2 * 4096, count - 2 * 4096)
+    probe: dict[str, str] = {}
+    for codec in CODECS:
+        payload = encode_chunk(codec, sizes, values)
+        probe[f"encode {codec}"] = content_hash(payload)
+        reduced = reduce_chunk(codec, sizes, [payload, payload, payload], [1.0, 2.0, 4.0])
+        probe[f"average {codec}"] = content_hash(reduced.payload)
+    probe["norm"] = square_norm(values).hex()
+    momentum = values.mul(0.7).add(values)
+    probe["outer step"] = content_hash(encode_chunk("float32", sizes, values.sub(momentum.mul(0.49))))
+    probe["exp"] = math.exp(-0.1234567).hex()
+    probe["log"] = math.log(1.2345678).hex()
+    probe["pow"] = math.pow(0.7, 1.2345678).hex()
+    return probe
+
+
+def agree_on_fleet(
+    store: ObjectStore,
+    own: Mapping[str, Any],
+    layout: Layout,
+    *,
+    nonce: str,
+    resumed: bool,
+    trace: Callable[[str], None],
+) -> str:
+    """Write fleet.json, or find that it says the same. Gives the run's nonce; raises FleetMismatch."""
+    if resumed and not _there(store, keys.FLEET):
+        raise FleetMismatch(
+            f"{store.uri} holds no run that could be resumed (no {keys.FLEET}): give the prefix that the checkpoint's "
+            "run used, or start afresh without the checkpoint"
+        )
+    facts = {**own, "wire": WIRE_VERSION, "numerics": numerics_probe(), "layout": layout.to_json()}
+    trace("before:fleet")
+    try:
+        store.put_if_absent(keys.FLEET, dump({**facts, "nonce": nonce or os.urandom(8).hex()}))
+    except ObjectExists:
+        pass
+    trace("after:fleet")
+    found = load(store.get(keys.FLEET, max_bytes=MAX_POINTER_BYTES), keys.FLEET)
+    theirs = str(found.get("nonce", ""))
+    if nonce and theirs != nonce:
+        raise FleetMismatch(
+            f"{store.uri} holds another run ({theirs}; this one is {nonce}): choose another prefix, "
+            "or resume that run under its own name"
+        )
+    lines = _layout_differences(layout, found, resumed) + _differences(_flat(facts), _flat(found))
+    if lines:
+        raise FleetMismatch(
+            f"this process differs from its fleet (fleet.json in {store.uri}): "
+            + "; ".join(lines[:20])
+            + ("" if len(lines) <= 20 else f"; and {len(lines) - 20} more")
+        )
+    return theirs
+
+
+def _there(store: ObjectStore, key: str) -> bool:
+    try:
+        store.get(key, max_bytes=MAX_POINTER_BYTES)
+        return True
+    except ObjectMissing:
+        return False
+
+
+def _layout_differences(layout: Layout, found: _Json, resumed: bool) -> list[str]:
+    try:
+        theirs = Layout.from_json(found["layout"])
+    except (KeyError, TypeError, ValueError):
+        return [f"layout: {keys.FLEET} has none that this version can read"]
+    if resumed:  # tensors may have been unfrozen since the run began; those that both know must still agree
+        known = {slot.name for slot in layout.slots} & {slot.name for slot in theirs.slots}
+        layout, theirs = (
+            Layout(
+                tuple(sorted((s for s in which.slots if s.name in known), key=lambda s: s.name)), which.chunk_elements
+            )
+            for which in (layout, theirs)
+        )
+    return layout.differences(theirs)
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        content = cast(_Json, value)
+        return {
+            key: item for part in content for key, item in _flat(content[part], f"{name}.{part}".strip(".")).items()
+        }
+    return {name: value}
+
+
+def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    names = [name for name in sorted({*mine, *theirs}) if name != "nonce" and not name.startswith("layout.")]
+    absent = "nothing"
+    return [
+        f"{name}: {mine.get(name, absent)!r} here, {theirs.get(name, absent)!r} in the fleet"
+        for name in names
+        if mine.get(name, absent) != theirs.get(name, absent)
+    ]

@@ -1,0 +1,76 @@
+"""When a round's blobs may go.
+
+Invariant: floor = min(latest checkpoint, rounds that all expected replicas have applied) - KEEP_ROUNDS; below it blobs
+are deleted, pointers never.
+"""
+
+from __future__ import annotations
+
+from composer_replication.collective.object_store import checkpoints, keys
+from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, Roster
+from composer_replication.errors import ObjectMissing
+from composer_replication.store.base import ObjectStore
+
+__all__ = ["KEEP_ROUNDS", "Collector"]
+
+KEEP_ROUNDS = 2
+
+
+class Collector:
+    """One replica's share of the tidying: its own blobs, and as the lowest id what the dead have left."""
+
+    def __init__(self, store: ObjectStore, replica: int, *, round: int, checkpoint: int, every: int) -> None:
+        self._store = store
+        self._replica = replica
+        self._every = every
+        self._began = round
+        self._checkpoint = checkpoint
+        self._present: dict[int, int] = {}  # replica -> the last round it took part in: it has applied all before that
+        self._own: dict[int, list[str]] = {}
+        self._swept = round
+
+    def wrote(self, round: int, blobs: list[str]) -> None:
+        self._own.setdefault(round, []).extend(blobs)
+
+    def closed(self, roster: Roster) -> None:
+        for replica in roster.present:
+            self._present[replica] = roster.round
+
+    def floor(self, expected: tuple[int, ...]) -> int:
+        applied = min((self._present.get(replica, self._began) for replica in expected), default=self._began)
+        return min(self._checkpoint, applied) - KEEP_ROUNDS
+
+    def collect(self, roster: Roster) -> None:
+        """Delete what nobody can ask for any more, after `roster`'s round was applied."""
+        self._find_checkpoint(roster.round + 1)
+        floor = self.floor(roster.expected_next)
+        doomed = [key for round in sorted(self._own) if round < floor for key in self._own[round]]
+        for round in [round for round in self._own if round < floor]:
+            del self._own[round]
+        if roster.present and self._replica == min(roster.present):
+            while self._swept < floor:
+                doomed += self._left_behind(self._swept)
+                self._swept += 1
+        if doomed:
+            self._store.delete(doomed)
+
+    def _left_behind(self, round: int) -> list[str]:
+        prefix = keys.inputs(round, 0).removesuffix("0/in/")
+        return [key for key in self._store.list(prefix) if key.split("/")[3] in ("in", "out")]
+
+    def _find_checkpoint(self, round: int) -> None:
+        newest = round - round % self._every
+        for candidate in (newest, newest - self._every):
+            if candidate > self._checkpoint and self._there(keys.manifest(candidate)):
+                older, self._checkpoint = self._checkpoint, candidate
+                # Two generations are kept: someone may be reading the older one.
+                if self._replica == min(self._present, default=self._replica):
+                    checkpoints.collect_checkpoints(self._store, older)
+                return
+
+    def _there(self, key: str) -> bool:
+        try:
+            self._store.get(key, max_bytes=MAX_POINTER_BYTES)
+            return True
+        except ObjectMissing:
+            return False

@@ -1,0 +1,113 @@
+"""The thread that shows how this replica is doing, and looks whether it has been outclaimed or overtaken.
+
+Invariant: it decides nothing and raises nothing; the main thread reads `fenced` and `overtaken`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from composer_replication.collective.object_store import keys
+from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, parse_roster
+from composer_replication.errors import ObjectMissing, ReplicationError
+from composer_replication.store.base import ObjectStore
+
+__all__ = ["Heartbeat"]
+
+
+class Heartbeat:
+    def __init__(self, store: ObjectStore, replica: int, incarnation: int, seconds: float, about: Mapping[str, Any]):
+        self._store = store
+        self._replica = replica
+        self._incarnation = incarnation
+        self._seconds = seconds
+        self._about = dict(about)
+        self._status: Mapping[str, Any] = {}
+        self._counter = 0
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._watched: tuple[str, int, int] | None = None  # run, round, attempt
+        self.fenced = False
+        self.overtaken = False
+        self.last_error = ""
+        self._thread = threading.Thread(target=self._run, name=f"heartbeat-{replica}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def show(self, status: Mapping[str, Any]) -> None:
+        self._status = dict(status)
+
+    def watch(self, run: str, round: int, attempt: int) -> None:
+        """Look out for this round's roster from now on."""
+        with self._lock:
+            self._watched = (run, round, attempt)
+            self.overtaken = False
+
+    def look(self) -> None:
+        """One look at the claim and at the roster. Errors are kept for people to see."""
+        with self._lock:
+            watched = self._watched
+        try:
+            self.fenced = self.fenced or self._there(keys.claim(self._replica, self._incarnation + 1))
+            if watched is None or self.overtaken:
+                return
+            run, round, attempt = watched
+            key = keys.roster(round, attempt)
+            try:
+                data = self._store.get(key, max_bytes=MAX_POINTER_BYTES)
+            except ObjectMissing:
+                return
+            roster = parse_roster(data, key, run=run, round=round, attempt=attempt)
+            left_out = roster.kind != "roster" or self._replica not in roster.present
+            with self._lock:
+                self.overtaken = left_out and self._watched == watched
+        except ReplicationError as error:
+            self.last_error = f"{type(error).__name__}: {error}"
+
+    def stop(self, ending: str) -> None:
+        """Stop beating; the last beat says how it ended."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=30.0)
+        self._beat(ending)
+
+    def _run(self) -> None:
+        self._beat("running")
+        while not self._stop.wait(self._seconds):
+            self.look()
+            self._beat("running")
+
+    def _beat(self, state: str) -> None:
+        self._counter += 1
+        try:
+            content = {
+                **self._about,
+                "replica": self._replica,
+                "incarnation": self._incarnation,
+                "heartbeat_seconds": self._seconds,
+                "counter": self._counter,
+                "state": "fenced" if self.fenced else state,
+                "time": time.time(),  # for people: nothing is ever decided by it
+                "last_error": self.last_error,
+                "status": dict(self._status),
+            }
+            # A status may hold anything that a trainer logs; what JSON doesn't know is shown as text.
+            data = json.dumps(content, default=str).encode()
+            if not self.fenced:
+                self._store.put(keys.member(self._replica), data)
+        except (ReplicationError, TypeError, ValueError) as error:
+            self.last_error = f"{type(error).__name__}: {error}"
+
+    def _there(self, key: str) -> bool:
+        try:
+            self._store.get(key, max_bytes=MAX_POINTER_BYTES)
+            return True
+        except ObjectMissing:
+            return False

@@ -1,0 +1,93 @@
+"""What the store says about rounds that are behind us: where the fleet stands, and the chain that led there.
+
+Invariant: read-only; the answer is a function of pointers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from composer_replication.collective.object_store import keys
+from composer_replication.collective.object_store.wire import (
+    MAX_POINTER_BYTES,
+    Roster,
+    load,
+    parse_ready,
+    parse_roster,
+    pointer_hash,
+)
+from composer_replication.errors import ObjectMissing
+from composer_replication.store.base import ObjectStore
+
+__all__ = ["Decided", "Standing", "decided", "declared_base", "stand"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    roster: Roster
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where the fleet stands, seen from a round."""
+
+    tip: int  # the first round without a roster that holds
+    attempts: Mapping[int, int]  # round -> the attempt to enter it at
+    last: Decided | None  # of round tip - 1
+
+
+def decided(store: ObjectStore, run: str, round: int, attempt: int) -> Decided | None:
+    key = keys.roster(round, attempt)
+    try:
+        data = store.get(key, max_bytes=MAX_POINTER_BYTES)
+    except ObjectMissing:
+        return None
+    return Decided(parse_roster(data, key, run=run, round=round, attempt=attempt), pointer_hash(data))
+
+
+def stand(store: ObjectStore, run: str, start: int, *, strict: bool) -> Standing:
+    """Follow the rosters from round `start` on. Aborted attempts are passed over, and under strict void ones too.
+
+    (Otherwise a round is entered at the void attempt, so that its culprit is known in the next one.)
+    """
+    attempts: dict[int, int] = {}
+    last: Decided | None = None
+    round = start
+    while True:
+        attempt, holds, enter = 0, None, 0
+        while (found := decided(store, run, round, attempt)) is not None:
+            void = found.roster.kind == "roster" and _void(store, found.roster)
+            if found.roster.kind == "roster" and not void:
+                holds = found
+                break
+            attempt += 1
+            if strict or not void:
+                enter = attempt
+        attempts[round] = enter
+        if holds is None:
+            return Standing(round, attempts, last)
+        last, round = holds, round + 1
+
+
+def _void(store: ObjectStore, roster: Roster) -> bool:
+    for shard in range(roster.shards):
+        key = keys.mean(roster.round, roster.attempt, shard)
+        try:
+            if load(store.get(key, max_bytes=MAX_POINTER_BYTES), key).get("void"):
+                return True
+        except ObjectMissing:
+            continue
+    return False
+
+
+def declared_base(store: ObjectStore, run: str, round: int, attempt: int, replica: int) -> str | None:
+    """The state from which a replica says that it began a round."""
+    key = keys.ready(round, attempt, replica)
+    try:
+        data = store.get(key, max_bytes=MAX_POINTER_BYTES)
+    except ObjectMissing:
+        return None
+    ready = parse_ready(data, key, run=run, round=round, attempt=attempt, replica=replica)
+    return ready.report.base if ready.report is not None else None

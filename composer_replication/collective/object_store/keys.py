@@ -1,0 +1,128 @@
+"""Where everything of a run lies, under the run's prefix.
+
+Invariant: a key is a pure function of (round, attempt, replica, incarnation, chunk or shard, content hash); no key is
+ever read from an object.
+
+*Pointers* are small, created once and never deleted while the run can live. *Blobs* are big and may be collected:
+`in/`, `out/` and the checkpoints' contents.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = [
+    "CHECKPOINTS",
+    "FINAL",
+    "FLEET",
+    "checkpoint",
+    "checkpoint_blob",
+    "claim",
+    "claims",
+    "closed",
+    "incarnation_of",
+    "input_chunk",
+    "inputs",
+    "layout",
+    "manifest",
+    "manifest_round",
+    "mean",
+    "member",
+    "output_chunk",
+    "outputs",
+    "ready",
+    "result",
+    "roster",
+    "round_of",
+]
+
+FLEET = "fleet.json"
+FINAL = "final.json"
+CHECKPOINTS = "checkpoints/"
+
+
+def claims(replica: int) -> str:
+    return f"claims/{replica}/"
+
+
+def claim(replica: int, incarnation: int) -> str:
+    return f"{claims(replica)}{incarnation}"
+
+
+def closed(replica: int, incarnation: int) -> str:
+    """Says that this incarnation has ended on purpose."""
+    return f"{claims(replica)}{incarnation}.closed"
+
+
+def incarnation_of(key: str) -> int | None:
+    """The incarnation that a claim's key names."""
+    found = re.fullmatch(r"claims/\d+/([1-9]\d{0,8})", key)
+    return int(found[1]) if found else None
+
+
+def member(replica: int) -> str:
+    return f"members/{replica}.json"
+
+
+def layout(fingerprint: str) -> str:
+    return f"layouts/{fingerprint}.json"
+
+
+def _attempt(round: int, attempt: int) -> str:
+    return f"rounds/{round:08d}/{attempt}/"
+
+
+def inputs(round: int, attempt: int) -> str:
+    return f"{_attempt(round, attempt)}in/"
+
+
+def outputs(round: int, attempt: int) -> str:
+    return f"{_attempt(round, attempt)}out/"
+
+
+def input_chunk(round: int, attempt: int, replica: int, incarnation: int, chunk: int) -> str:
+    return f"{inputs(round, attempt)}{replica}.{incarnation}/{chunk}"
+
+
+def output_chunk(round: int, attempt: int, content_hash: str) -> str:
+    # The round is part of the key: the same bytes in two rounds must not share a blob that one of them collects.
+    return f"{outputs(round, attempt)}{content_hash}"
+
+
+def ready(round: int, attempt: int, replica: int) -> str:
+    return f"{_attempt(round, attempt)}ready/{replica}.json"
+
+
+def roster(round: int, attempt: int) -> str:
+    return f"{_attempt(round, attempt)}roster.json"
+
+
+def mean(round: int, attempt: int, shard: int) -> str:
+    return f"{_attempt(round, attempt)}mean/{shard}.json"
+
+
+def round_of(key: str) -> tuple[int, int] | None:
+    """(round, attempt) of a key below rounds/."""
+    found = re.match(r"rounds/(\d{8})/(\d{1,6})/", key)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def checkpoint(round: int) -> str:
+    return f"{CHECKPOINTS}{round:08d}/"
+
+
+def checkpoint_blob(round: int, content_hash: str) -> str:
+    return f"{checkpoint(round)}{content_hash}"
+
+
+def manifest(round: int) -> str:
+    return f"{checkpoint(round)}manifest.json"
+
+
+def manifest_round(key: str) -> int | None:
+    found = re.fullmatch(r"checkpoints/(\d{8})/manifest\.json", key)
+    return int(found[1]) if found else None
+
+
+def result(replica: int) -> str:
+    return f"results/{replica}.json"

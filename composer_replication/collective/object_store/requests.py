@@ -1,0 +1,74 @@
+"""A store as the rounds use it: what may pass is tried again, and everything is counted.
+
+Invariant: a refusal that means something (missing, there already, corrupt) is never tried again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from composer_replication.errors import ObjectCorrupt, ObjectExists, ObjectMissing, StoreError
+from composer_replication.store.base import Buffer, ObjectStore
+
+__all__ = ["RETRY_SECONDS", "Requests"]
+
+RETRY_SECONDS = (0.1, 0.3, 0.9)
+
+_T = TypeVar("_T")
+
+
+class Requests:
+    """An ObjectStore over another one."""
+
+    def __init__(self, store: ObjectStore, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._store = store
+        self._sleep = sleep
+        self.count: Counter[str] = Counter()
+        self.bytes_sent = 0
+        self.bytes_received = 0
+
+    @property
+    def uri(self) -> str:
+        return self._store.uri
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._try("put", lambda: self._store.put(key, data))
+        self.bytes_sent += len(data)
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        # A second try may be refused by the first one's success: callers read back what the store holds.
+        self._try("create", lambda: self._store.put_if_absent(key, data))
+        self.bytes_sent += len(data)
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        data = self._try("get", lambda: self._store.get(key, max_bytes=max_bytes))
+        self.bytes_received += len(data)
+        return data
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        data = self._try("get", lambda: self._store.get_range(key, start, stop))
+        self.bytes_received += len(data)
+        return data
+
+    def list(self, prefix: str) -> list[str]:
+        return self._try("list", lambda: self._store.list(prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        names = list(keys)
+        self._try("delete", lambda: self._store.delete(names))
+
+    def _try(self, kind: str, call: Callable[[], _T]) -> _T:
+        for pause in (*RETRY_SECONDS, None):
+            self.count[kind] += 1
+            try:
+                return call()
+            except (ObjectMissing, ObjectExists, ObjectCorrupt):
+                raise
+            except StoreError:
+                if pause is None:
+                    raise
+                self._sleep(pause)
+        raise AssertionError("the last try returns or raises")

@@ -1,0 +1,180 @@
+"""Who is averaged: from what the replicas declared to the roster that is proposed. Pure functions.
+
+Invariant: a roster is proposed by one replica and read by all; nothing in it is measured or decided a second time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from composer_replication.collective.base import Report
+from composer_replication.collective.membership import select_members
+from composer_replication.collective.object_store.wire import Ready, Roster, pointer_hash
+
+__all__ = ["DIRECT_BYTES", "Declared", "Plan", "Policy", "propose", "shard_chunks", "takeover_order"]
+
+DIRECT_BYTES = 4 * 1024 * 1024  # up to this payload a replica, reading everything is faster than two more phases
+
+Mode = Literal["auto", "direct", "sharded"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The fleet's settings for membership: equal on all replicas (fleet.json holds them)."""
+
+    strict: bool
+    fleet: tuple[int, ...]
+    min_replicas: int
+    tolerated_misses: int = 1
+    mode: Mode = "auto"
+
+    def needed(self, expected: Sequence[int], round: int) -> int:
+        """How many must be there to close a round without the rest."""
+        if self.strict or round == 0:  # a lone or fresh replica is never the authority
+            return len(expected)
+        return min(self.min_replicas, len(expected))
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One replica's ready as the store holds it: the value, and the hash of its bytes."""
+
+    ready: Ready
+    hash: str
+
+    @staticmethod
+    def of(ready: Ready, data: bytes) -> Declared:
+        return Declared(ready, pointer_hash(data))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a replica knows before a round: taken from the last roster, so that it is the same on all."""
+
+    run: str
+    round: int
+    prev: str  # hash of the last round's roster
+    base: str  # digest that the interval started from
+    expected: tuple[int, ...]
+    misses: Mapping[int, int] = field(default_factory=dict[int, int])
+
+
+def propose(
+    plan: Plan,
+    policy: Policy,
+    attempt: int,
+    declared: Mapping[int, Declared],
+    *,
+    damaged: Mapping[int, str],
+    late: frozenset[int],
+    banned: Mapping[int, str],
+    writer: tuple[int, int],
+) -> Roster:
+    """The roster for what was found at this attempt: readies, damaged readies, and who is late but alive.
+
+    `banned` are culprits of earlier attempts. The answer is an abort when the policy doesn't let the round close.
+    Does not know, nor care, which base is the proposer's: the strict majority's counts.
+    """
+    reports = {
+        replica: found.ready.report
+        for replica, found in sorted(declared.items())
+        if found.ready.report is not None and replica not in banned
+    }
+    blank = Roster(
+        run=plan.run, round=plan.round, attempt=attempt, writer=writer, kind="abort", prev=plan.prev, base=plan.base
+    )
+    missing = tuple(replica for replica in plan.expected if replica not in reports)
+    if reports:
+        base, holders = Counter(report.base for report in reports.values()).most_common(1)[0]
+        if 2 * holders <= len(reports):
+            return _abort(blank, missing, {}, "no strict majority of the replicas starts from the same state")
+        differing = {
+            replica: "its interval started from another state"
+            for replica, report in reports.items()
+            if report.base != base
+        }
+    else:
+        base, differing = plan.base, dict[int, str]()
+    if policy.strict:
+        layout = next((report.layout for replica, report in reports.items() if replica not in differing), "")
+        differing |= {
+            replica: "it trained other tensors"
+            for replica, report in reports.items()
+            if replica not in differing and report.layout != layout
+        }
+        if damaged or differing:
+            return _abort(blank, missing, {**differing, **damaged}, "not all replicas are in the same state")
+    sound = {replica: report for replica, report in reports.items() if replica not in differing}
+    enough = sum(1 for replica in plan.expected if replica in sound) >= policy.needed(plan.expected, plan.round)
+    if not enough:
+        return _abort(blank, missing, {}, "too few replicas were ready in time")
+
+    selection = select_members(sound.values())
+    members = tuple(report for report in selection.members if report.weight > 0.0)
+    absent = dict(selection.absent)
+    absent |= {report.replica: "its weight is 0" for report in selection.members if report.weight <= 0.0}
+    absent |= {replica: "not ready in time" for replica in missing}
+    absent |= {**differing, **damaged, **banned}
+    misses, expected_next = _next_expected(plan, policy, sound, late)
+    if policy.mode == "auto":
+        payload = sum(fact.size for fact in declared[members[0].replica].ready.chunks) if members else 0
+        direct = len(members) <= 2 or payload <= DIRECT_BYTES
+    else:
+        direct = policy.mode == "direct"
+    chunks = len(declared[members[0].replica].ready.chunks) if members else 0
+    shards = 1 if direct else max(1, min(len(members), chunks))
+    order = takeover_order(tuple(report.replica for report in members), plan.round) if members else ()
+    return Roster(
+        run=plan.run,
+        round=plan.round,
+        attempt=attempt,
+        writer=writer,
+        kind="roster",
+        prev=plan.prev,
+        base=base,
+        layout=members[0].layout if members else "",
+        mode="direct" if direct else "sharded",
+        shards=shards if members else 0,
+        owners=tuple(order[shard % len(order)] for shard in range(shards)) if members else (),
+        members=members,
+        hashes=tuple(declared[report.replica].hash for report in members),
+        others=tuple(report for report in sound.values() if report not in members),
+        absent=dict(sorted(absent.items())),
+        misses=misses,
+        expected_next=expected_next,
+    )
+
+
+def _abort(blank: Roster, missing: tuple[int, ...], differing: Mapping[int, str], reason: str) -> Roster:
+    return replace(blank, missing=missing, differing=dict(sorted(differing.items())), reason=reason)
+
+
+def _next_expected(
+    plan: Plan, policy: Policy, present: Mapping[int, Report], late: frozenset[int]
+) -> tuple[dict[int, int], tuple[int, ...]]:
+    staying = {replica for replica, report in present.items() if not report.leaving}
+    leaving = present.keys() - staying
+    if not staying and present:
+        return {}, ()  # who was there has finished: there is nobody left to wait for the others
+    misses = {
+        replica: plan.misses.get(replica, 0) + 1
+        for replica in plan.expected
+        if replica not in present and replica not in late
+    }
+    tolerated = {replica for replica, count in misses.items() if policy.strict or count <= policy.tolerated_misses}
+    expected = (staying | tolerated | late) - leaving
+    return {replica: misses[replica] for replica in sorted(tolerated)}, tuple(sorted(expected))
+
+
+def takeover_order(members: tuple[int, ...], round: int) -> tuple[int, ...]:
+    """The members, rotated by the round: nobody always comes first."""
+    first = round % len(members)
+    return members[first:] + members[:first]
+
+
+def shard_chunks(roster: Roster, shard: int, chunks: int) -> range:
+    """The chunks of a shard: runs of nearly equal length."""
+    return range(shard * chunks // roster.shards, (shard + 1) * chunks // roster.shards)
