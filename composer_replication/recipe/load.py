@@ -276,7 +276,8 @@ def _check(recipe: Recipe, place: _Place) -> None:
             )
     at_least_one = (
         "training.steps training.accumulate training.log_every training.devices training.threads "
-        "training.validate_every fleet.replicas fleet.min_replicas fleet.checkpoint_every_rounds"
+        "training.validate_every fleet.replicas fleet.min_replicas fleet.checkpoint_every_rounds "
+        "fleet.shared_checkpoint_every_rounds"
     )
     for key in at_least_one.split():
         section, field = key.split(".")

@@ -119,7 +119,8 @@ class FleetSection:
     failure_policy: str = "strict"  # or skip
     min_replicas: int | None = None  # skip only; null: more than half
     timeout_seconds: float = 600.0  # how long a round waits for a missing replica
-    checkpoint_every_rounds: int = 1
+    checkpoint_every_rounds: int = 1  # each replica's own checkpoints, in its folder
+    shared_checkpoint_every_rounds: int = 10  # the fleet's state in the store, for replicas that come in later
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,13 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["ByteWindows", "TextData", "text_bytes"]
+__all__ = ["ByteWindows", "ResumableLoader", "TextData", "text_bytes"]
 
 # Installed packages aren't the standard library; its tests are data tables and would crowd out prose and code.
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload"}
@@ -43,6 +44,35 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         return {"input_ids": window[:-1], "labels": window[1:]}
 
 
+class ResumableLoader(DataLoader[dict[str, Tensor]]):
+    """A DataLoader that a checkpoint can put back to where it was in its epoch.
+
+    The order itself must be a function of the epoch, as a distributed sampler's is.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._taken = 0  # batches handed out in the present epoch
+        self._skipped = 0  # batches of the next epoch to pass over
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]  # torch's is a class of its own
+        self._taken, self._skipped = self._skipped, 0
+        return self._batches(self._taken)
+
+    def _batches(self, first: int) -> Iterator[dict[str, Tensor]]:
+        for index, batch in enumerate(super().__iter__()):
+            if index >= first:
+                self._taken = index + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        # After the last batch the next one is the first of a new epoch.
+        return {"batches": self._taken % max(1, len(self))}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._skipped = state["batches"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextData:
     """Training and validation windows and the size of a batch."""
@@ -54,7 +84,7 @@ class TextData:
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         # Trainers put a distributed sampler in the place of this shuffle, so that replicas see disjoint windows.
-        return DataLoader(
+        return ResumableLoader(
             self.train, batch_size=self.batch_size, shuffle=True, drop_last=True, num_workers=self.workers
         )
 

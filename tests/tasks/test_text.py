@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_replication.tasks.text import ByteWindows, text_bytes
+from composer_replication.tasks.text import ByteWindows, ResumableLoader, text_bytes
 
 
 @pytest.fixture
@@ -68,3 +68,23 @@ def test_the_standard_library_is_real_text():
 def test_bad_settings_are_named(settings, word):
     with pytest.raises(ValueError, match=word):
         text_bytes(**settings)
+
+
+def test_a_loader_goes_on_where_it_was():
+    data = ByteWindows(torch.arange(81, dtype=torch.uint8), context=8)
+
+    def loader():
+        return ResumableLoader(data, batch_size=2)
+
+    def first(batches):
+        return [int(batch["input_ids"][0, 0]) for batch in batches]
+
+    whole = loader()
+    batches = iter(whole)
+    assert first([next(batches), next(batches)]) == [0, 16]
+    state = whole.state_dict()
+    again = loader()
+    again.load_state_dict(state)
+    assert first(again) == [32, 48, 64] == first(batches)
+    assert first(again) == [0, 16, 32, 48, 64]  # the next epoch is whole
+    assert again.state_dict() == {"batches": 0}  # and after it comes a new one

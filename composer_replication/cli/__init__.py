@@ -1,0 +1,176 @@
+"""The command `composer-replication`.
+
+Invariant: parsing and `--help` load neither torch nor a trainer; a command imports what it needs when it runs. Mistakes
+of the user end as one sentence and an exit code, never as a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from composer_replication import __version__
+from composer_replication.errors import ReplicationError
+
+__all__ = ["main"]
+
+_TOP = """\
+commands, in the order in which you may want them:
+
+  composer-replication schedule --steps 50000 --base 500 --warmup 1000
+      how many rounds would the adaptive interval take? (73)
+  composer-replication launch recipes/quickstart.yaml
+      train on this machine, one process for each replica, with a live table
+  composer-replication launch recipes/quickstart.yaml --dry-run
+      check everything, show the recipe with its defaults filled in, start nothing
+  composer-replication status file:///shared/run1 --watch
+      watch a run through its store, from anywhere that can read it
+
+'composer-replication COMMAND --help' tells the rest. Recipes are described in docs/recipes.md.
+"""
+
+_LAUNCH = """\
+examples:
+  composer-replication launch recipes/quickstart.yaml
+  composer-replication launch recipes/quickstart.yaml training.steps=200 fleet.replicas=2
+  composer-replication launch recipes/quickstart.yaml autoloco.policy=fixed output=runs/fixed
+  composer-replication launch runs/quickstart/recipe.yaml --resume
+
+Each launch has a folder of its own: output, or output-2, output-3, ... It holds recipe.yaml (all defaults filled in),
+the store (unless store.uri says otherwise), and for each replica log.txt, checkpoints and result.json; at the end
+also summary.json and training.png. Ctrl-C stops the replicas in order; --resume goes on from there.
+
+exit code: 0 all replicas completed, 1 a replica failed, 2 wrong recipe or arguments, 130 interrupted.
+"""
+
+_STATUS = """\
+examples:
+  composer-replication status file:///shared/run1
+  composer-replication status runs/quickstart/store --watch
+  composer-replication status file:///shared/run1 --json | jq .round
+
+Reads the store and writes nothing. For a run on this machine, the store is the folder 'store' in the run's folder.
+"""
+
+_SCHEDULE = """\
+examples:
+  composer-replication schedule --steps 50000 --base 500 --warmup 1000
+  composer-replication schedule --steps 6490 --base 100 --warmup 200 --decay linear --json
+  composer-replication schedule --steps 50000 --base 500 --warmup 1000 --policy qsr
+
+Every interval is taken to support an increase: the adaptive policy's rounds are the least that a run can come to.
+The last interval is cut to what the steps leave.
+"""
+
+_REPLICA = """\
+One replica, on whatever machine it shall run, is
+
+  python -m composer_replication.diloco.serverless.replica_entrypoint \\
+      --recipe recipe.yaml --replica-id 0 --num-replicas 4 --rendezvous-uri file:///shared/run1
+
+with one id from 0 to num-replicas - 1 for each process, and the same store and recipe for all. 'launch' does this for
+replicas on this machine. --help of that module names its options and exit codes.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="composer-replication",
+        description="Train one model on replicas that meet in nothing but an object store (adaptive DiLoCo).",
+        epilog=_TOP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    launch = command("launch", "run a recipe's fleet and watch it train", _LAUNCH)
+    launch.add_argument("recipe", metavar="RECIPE", help="a YAML file")
+    launch.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="put over the recipe, e.g. training.steps=200"
+    )
+    launch.add_argument("--dry-run", action="store_true", help="check everything, print the recipe, start nothing")
+    launch.add_argument("--resume", action="store_true", help="go on with the run in the recipe's own output folder")
+    launch.add_argument("--plain", action="store_true", help="lines instead of a live table")
+
+    status = command("status", "show how a run stands", _STATUS)
+    status.add_argument("uri", metavar="URI", help="the run's store: file:///folder or a folder")
+    status.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
+    status.add_argument("--json", action="store_true", help="for programs: one JSON object (one a line with --watch)")
+    status.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="pause of --watch (default 2)")
+
+    schedule = command("schedule", "show the intervals that a policy would run", _SCHEDULE)
+    add = schedule.add_argument
+    add("--steps", type=int, required=True, help="inner steps of the run")
+    add("--base", type=int, required=True, help="base horizon: steps of the first intervals")
+    add("--warmup", type=int, default=0, help="steps of learning-rate warm-up (default 0)")
+    add("--decay", default="cosine", choices=("cosine", "linear"), help="learning rate after warm-up (default cosine)")
+    add("--final-fraction", type=float, default=0.0, help="of the peak, at the end (default 0)")
+    add("--policy", default="autoloco", help="autoloco (default), staircase, fixed, qsr or linear")
+    add("--peak-lr", type=float, default=1.0, help="highest learning rate (default 1; matters with --alpha only)")
+    add("--alpha", type=float, help="qsr: its coefficient (default sqrt(base) * peak-lr)")
+    add("--increment", type=int, help="linear: growth of the interval (default 10)")
+    add("--min", type=int, help="least horizon (default base / 2)")
+    add("--max", type=int, help="greatest horizon (default 1.5 * base)")
+    add("--step", type=int, help="distance between horizons (default base / 10)")
+    add("--growth-cap", type=float, help="a longer interval's learning-rate mass over the last's (default 1.15)")
+    add("--json", action="store_true", help='for programs: {"rounds": 73, "horizons": [500, ...]}')
+
+    command("replica", "tell how one replica is started by hand", _REPLICA)
+    return parser
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args, rest = parser.parse_known_args(arguments)
+    # argparse gives up on `launch RECIPE --plain key=value`: what is left over there is overrides.
+    if rest and (args.command != "launch" or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = _parse(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character gets a question mark
+    # As `python -m` does, so that a recipe can name classes of the folder that one stands in.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        if args.command == "launch":
+            from composer_replication.cli.launch import launch
+
+            return launch(args.recipe, args.overrides, dry_run=args.dry_run, resume=args.resume, plain=args.plain)
+        if args.command == "status":
+            from composer_replication.cli.status import status
+
+            return status(args.uri, watch=args.watch, as_json=args.json, every_seconds=args.every)
+        if args.command == "schedule":
+            from composer_replication.cli.schedule import schedule
+
+            return schedule(args)
+        sys.stdout.write(_REPLICA)
+        return 0
+    except (ReplicationError, ValueError) as error:
+        sys.stderr.write(f"composer-replication {args.command}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
