@@ -169,6 +169,11 @@ class AutoLoCoCallback(pl.Callback):
         return self._fit.loop if self._fit is not None else None
 
     @property
+    def said(self) -> list[str]:
+        """The warnings of the present or last fit."""
+        return self._fit.said if self._fit is not None else []
+
+    @property
     @override
     def state_key(self) -> str:
         return "AutoLoCo"

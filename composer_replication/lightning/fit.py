@@ -6,6 +6,7 @@ two batches, never inside an accumulation window.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -76,6 +77,7 @@ class Fit:
         self.steps = StepRecorder(trainer.optimizers, primary, before_step=self.loop.before_step)
         self._previewer = rates.make_previewer(trainer, module, self.steps.optimizer)
         self._interval = Interval()
+        self.said: list[str] = []
         self.skipped = 0  # inner steps of the fleet that this replica never took
         self.exact_rates = True
         self._tokens: int | None = 0  # of the present interval
@@ -109,6 +111,10 @@ class Fit:
                 self._close()
         self.publish("training")
 
+    def _say(self, message: str) -> None:
+        self.said.append(message)
+        warnings.warn(message, stacklevel=3)
+
     def _loaders(self) -> list[Any]:
         combined = self.trainer.fit_loop._combined_loader
         return list(combined.flattened) if combined is not None else []
@@ -117,18 +123,12 @@ class Fit:
         trainer, loaders = self.trainer, self._loaders()
         if isinstance(trainer.strategy, LocalReplicaStrategy):
             for reason in filter(None, (unsharded_reason(one, self.options.identity) for one in loaders)):
-                warnings.warn(
-                    f"replicas may train on the same samples: a training loader isn't sharded; {reason}", stacklevel=2
-                )
-        steps, length = trainer.global_step, trainer.num_training_batches
-        within = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        # Lightning says the same for loaders of known length whose epoch isn't a whole number of steps away.
-        said = length != float("inf") and steps % -(-int(length) // trainer.accumulate_grad_batches) != 0
-        if resumed and 0 < within < length and not said and not all(map(is_resumable, loaders)):
-            warnings.warn(
+                self._say(f"replicas may train on the same samples: a training loader isn't sharded; {reason}")
+        length, within = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if resumed and 0 < within < length and not all(map(is_resumable, loaders)) and not _warned_by_trainer(trainer):
+            self._say(
                 "this resumes in the middle of an epoch, and the training loader can't say where it was: the epoch's "
-                "first samples will be seen again; a loader with state_dict and load_state_dict resumes exactly",
-                stacklevel=2,
+                "first samples will be seen again; a loader with state_dict and load_state_dict resumes exactly"
             )
 
     # -- batches -------------------------------------------------------------------------------------------------
@@ -156,10 +156,9 @@ class Fit:
             )
         self._counting = False
         if self.options.policy.name == "autoloco":
-            warnings.warn(
+            self._say(
                 f"tokens aren't counted, so horizons are taken as steps: a batch has neither attention_mask nor "
-                f"input_ids ({has}); give token_fn= to count them",
-                stacklevel=2,
+                f"input_ids ({has}); give token_fn= to count them"
             )
 
     def batch_ends(self, outputs: Any) -> FinalSummary | None:
@@ -208,10 +207,7 @@ class Fit:
         if summary.restored:
             for optimizer in self.trainer.optimizers:
                 repair_optimizer_state(optimizer)
-            warnings.warn(
-                f"round {summary.round}: this replica's weights weren't finite; it goes on from the fleet's",
-                stacklevel=2,
-            )
+            self._say(f"round {summary.round}: this replica's weights weren't finite; it goes on from the fleet's")
         if self._first_batch is not None:
             self._first_batch = None
             self._compare_first_batches(summary)
@@ -253,10 +249,9 @@ class Fit:
                 if isinstance(self.trainer.strategy, LocalReplicaStrategy)
                 else "; strategy='local_replica' shards it"
             )
-            warnings.warn(
+            self._say(
                 f"replicas {same} began with the same batch as this one: they may all train on the same data "
-                f"({why}{hint})",
-                stacklevel=2,
+                f"({why}{hint})"
             )
 
     # -- for people and checkpoints ------------------------------------------------------------------------------
@@ -291,6 +286,12 @@ class Fit:
         """Take the hooks off and stop the heartbeat."""
         self.steps.remove()
         self.loop.close()
+
+
+def _warned_by_trainer(trainer: pl.Trainer) -> bool:
+    """Lightning says itself that it can't rewind a loader, where lengths let it."""
+    length = trainer.num_training_batches
+    return math.isfinite(length) and trainer.global_step % math.ceil(length / trainer.accumulate_grad_batches) != 0
 
 
 def _primary(trainer: pl.Trainer, named: int | None) -> int:

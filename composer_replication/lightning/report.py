@@ -56,7 +56,7 @@ def log_round(trainer: Trainer, module: LightningModule, metrics: Mapping[str, f
     step = trainer.fit_loop.epoch_loop._batches_that_stepped
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=step)
-    if trainer.barebones or trainer._results is None:
+    if trainer.barebones or module._current_fx_name != "on_train_batch_end":  # elsewhere there is no bar to write to
         return
     bar = {
         "round": metrics.get("autoloco/round"),
