@@ -2,7 +2,7 @@
 
     python benchmarks/callback_overhead.py [--pairs 200]
 
-Both trainers run in lock-step, one step of each in turn, on the same kind of model and batch (steps of 50 ms or more), so that
+Both trainers run in lock-step, one step of each in turn, on equal models and batches (steps of 50 ms or more), so that
 whatever else the machine does falls on both alike. Prints the median of the paired ratios with its 95 % interval (by
 order statistics).
 """

@@ -1,4 +1,4 @@
-"""How long `import composer_replication` takes beside `import torch`: fresh processes, alternated, as a ratio of medians.
+"""How long `import composer_replication` takes beside `import torch`: fresh processes, in turn, ratios of medians.
 
 python benchmarks/import_time.py [--runs 7]
 """

@@ -37,7 +37,7 @@ def replica(index: int, count: int, elements: int, codec: str, rounds: int, root
         tensor.normal_(generator=torch.Generator().manual_seed(0))
     noise = torch.randn(width, generator=generator) * 1e-3
     held = peak_bytes()
-    policy = FixedPolicy(base_horizon=1)
+    policy = FixedPolicy(horizon=1)
     collective = ObjectStoreCollective(f"file://{root}", replica=index, replicas=count, codec=codec)
     loop = OuterLoop(model, collective, policy=policy)
 
@@ -53,7 +53,8 @@ def replica(index: int, count: int, elements: int, codec: str, rounds: int, root
         if index == 0:
             phases = "  ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(summary.phase_seconds.items()))
             print(
-                f"round {summary.round}: {summary.exchange_seconds:.2f} s, waiting {summary.wait_seconds:.2f}  |  {phases}"
+                f"round {summary.round}: {summary.exchange_seconds:.2f} s, waiting {summary.wait_seconds:.2f}"
+                f"  |  {phases}"
                 f"  |  sent {summary.bytes_sent / 1e6:.1f} MB, received {summary.bytes_received / 1e6:.1f} MB",
                 flush=True,
             )

@@ -5,7 +5,7 @@ that the round agreed on. Every replica that applied the same rounds therefore h
 
 A hand-written training loop needs ten lines:
 
-    loop = OuterLoop(model, collective, policy=AutoLoCoPolicy(AutoLoCoConfig(base_horizon=500)))
+    loop = OuterLoop(model, collective, policy=AutoLoCoPolicy(config=AutoLoCoConfig(base_horizon=500)))
     loop.start(preview())
     for batch in batches:
         loss = model(batch); loss.backward()

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from composer_replication.collective.in_process import InProcessFleet
 from torch import Tensor, nn
 
 from composer_replication.autoloco import AutoLoCoConfig, AutoLoCoPolicy, FixedPolicy, OuterConfig
 from composer_replication.autoloco.values import Policy, Preview
-from composer_replication.collective.in_process import InProcessFleet
 from composer_replication.diloco.loop import OuterLoop
 from composer_replication.diloco.repair import repair_optimizer_state
 from composer_replication.diloco.summary import RoundSummary
@@ -88,7 +88,7 @@ def make_replica(
     model = model or nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     generator = torch.Generator().manual_seed(100 + collective.replica)
     data = [(torch.randn(6, 4, generator=generator), torch.randn(6, 1, generator=generator)) for _ in range(batches)]
-    loop = OuterLoop(model, collective, policy=policy or FixedPolicy(base_horizon=4), outer=outer, **options)
+    loop = OuterLoop(model, collective, policy=policy or FixedPolicy(horizon=4), outer=outer, **options)
     trained = [p for p in model.parameters()]
     optimizer = torch.optim.AdamW(trained, lr=lr) if adam else torch.optim.SGD(trained, lr=lr)
     return Replica(model, loop, optimizer, data, lr)
@@ -129,7 +129,7 @@ def scalar_fleet(moves: list[list[float]], outer: OuterConfig) -> list[float]:
 
     def run(collective: Any) -> list[float]:
         model = Scalar()
-        loop = OuterLoop(model, collective, policy=FixedPolicy(base_horizon=1), outer=outer)
+        loop = OuterLoop(model, collective, policy=FixedPolicy(horizon=1), outer=outer)
         loop.start(constant_preview(loop.grid, 1.0, None))
         seen = []
         for move in moves[collective.replica]:
@@ -157,7 +157,7 @@ def test_nesterov_by_hand() -> None:
     assert got == pytest.approx([3.8, 9.22], abs=1e-6)  # float32 holds 0.9 to 2e-8
 
 
-@pytest.mark.parametrize("policy", [FixedPolicy(base_horizon=4), AutoLoCoPolicy(AutoLoCoConfig(base_horizon=4))])
+@pytest.mark.parametrize("policy", [FixedPolicy(horizon=4), AutoLoCoPolicy(config=AutoLoCoConfig(base_horizon=4))])
 def test_four_replicas_end_with_the_same_bits(policy: Policy) -> None:
     replicas = run_fleet(
         4, lambda c: make_replica(c, policy=policy, outer=OuterConfig(), adam=True, batches=50, seed=c.replica)
@@ -183,7 +183,7 @@ def test_resuming_gives_the_bits_of_the_uninterrupted_run(stop: int) -> None:
             adam=True,
             batches=23,
             outer=OuterConfig(),
-            policy=AutoLoCoPolicy(AutoLoCoConfig(base_horizon=4)),
+            policy=AutoLoCoPolicy(config=AutoLoCoConfig(base_horizon=4)),
         )
 
     whole = run_fleet(2, make)
@@ -361,7 +361,7 @@ def test_the_float32_anchor_moves_where_bfloat16_weights_cannot() -> None:
     with torch.no_grad():
         model.theta.fill_(1.0)
     loop = OuterLoop(
-        model, collective, policy=FixedPolicy(base_horizon=1), outer=OuterConfig(lr=1e-4 / 2**-7, momentum=0.0)
+        model, collective, policy=FixedPolicy(horizon=1), outer=OuterConfig(lr=1e-4 / 2**-7, momentum=0.0)
     )
     loop.start(constant_preview(loop.grid, 1.0, None))
     for _ in range(50):
@@ -405,7 +405,7 @@ def test_compiled_and_eager_models_share_names() -> None:
 def test_tokens_weight_the_mean_when_asked() -> None:
     def run(collective: Any) -> float:
         model = Scalar()
-        loop = OuterLoop(model, collective, policy=FixedPolicy(base_horizon=1), outer=PLAIN, weighting="tokens")
+        loop = OuterLoop(model, collective, policy=FixedPolicy(horizon=1), outer=PLAIN, weighting="tokens")
         loop.start(constant_preview(loop.grid, 1.0, None))
         with torch.no_grad():
             model.theta += 1.0 if collective.replica == 0 else 3.0
