@@ -15,7 +15,7 @@ from typing import Any
 
 from composer_replication.cli.live import FleetView, Row, Screen
 from composer_replication.cli.summary import summarise
-from composer_replication.cli.view import read_view
+from composer_replication.cli.view import RunReader
 from composer_replication.diloco.serverless.components import check_components
 from composer_replication.diloco.serverless.executor import ReplicaHandle, ReplicaSpec
 from composer_replication.diloco.serverless.exit_codes import describe
@@ -90,8 +90,8 @@ def _refuse_used_store(uri: str) -> None:
         return
     if used:
         raise RecipeError(
-            f"store.uri: there is a run in {uri} already. Give another place (store.uri=...), leave store.uri out to use "
-            "a folder of the run's own, or go on with that run: launch its recipe.yaml with --resume"
+            f"store.uri: there is a run in {uri} already. Give another place (store.uri=...), leave store.uri out to "
+            "use a folder of the run's own, or go on with that run: launch its recipe.yaml with --resume"
         )
 
 
@@ -138,7 +138,7 @@ class _Launch:
     def __init__(self, recipe: Recipe, folder: Path, store: ObjectStore, executor: LocalProcessExecutor) -> None:
         self.recipe = recipe
         self.folder = folder
-        self.store = store
+        self.reader = RunReader(store)
         self.executor = executor
         self.handles: list[ReplicaHandle] = []
         self.began = time.monotonic()
@@ -153,7 +153,9 @@ class _Launch:
                 code = self._watch(screen)
         except (KeyboardInterrupt, _Stop) as stop:
             code = 130 if isinstance(stop, KeyboardInterrupt) else 143
-            self._stop(f"stopping; a replica has {self.executor.grace_seconds:g} s to write its checkpoint (again: kill)")
+            self._stop(
+                f"stopping; a replica has {self.executor.grace_seconds:g} s to write its checkpoint (again: kill)"
+            )
             print(f"interrupted. Go on with: composer-replication launch {_short(self.folder / RECIPE_FILE)} --resume")
             return code
         finally:
@@ -161,7 +163,9 @@ class _Launch:
             signal.signal(signal.SIGTERM, before)
         results = self.executor.collect(self.handles, timeout=10.0)
         self._blame()
-        fine = summarise(self.recipe, self.folder, self.store, results, seconds=time.monotonic() - self.began)
+        self.reader.refresh()
+        seconds = time.monotonic() - self.began
+        fine = summarise(self.recipe, self.folder, self.reader.rounds, results, seconds=seconds)
         return code if fine else code or 1
 
     def _watch(self, screen: Screen) -> int:
@@ -191,7 +195,8 @@ class _Launch:
                 )
 
     def _view(self) -> FleetView:
-        view = read_view(self.store, title=f"{self.recipe.name}", replicas=self.recipe.fleet.replicas)
+        self.reader.refresh()
+        view = self.reader.view(self.recipe.name)
         known = {row.replica: row for row in view.rows}
         rows: list[Row] = []
         for handle in self.handles:
@@ -221,6 +226,9 @@ class _Launch:
         for handle in self.handles:
             if handle.state == "failed":
                 why = describe(handle.exit_code) if handle.exit_code is not None else "it could not be started"
-                print(f"\nreplica {handle.replica_id} failed: {why}. The end of its log ({handle.log_url}):", file=sys.stderr)
+                print(
+                    f"\nreplica {handle.replica_id} failed: {why}. The end of its log ({handle.log_url}):",
+                    file=sys.stderr,
+                )
                 for line in self.executor.last_lines(handle, 15) if handle.job_id else []:
                     print(f"  | {line}", file=sys.stderr)

@@ -132,7 +132,13 @@ def _line(view: FleetView) -> str:
 def _table(view: FleetView) -> Any:
     from rich.table import Table
 
-    colours = {"training": "green", "finished": "green", "completed": "green", "waiting": "yellow", "failed": "bold red"}
+    colours = {
+        "training": "green",
+        "finished": "green",
+        "completed": "green",
+        "waiting": "yellow",
+        "failed": "bold red",
+    }
     table = Table(title=view.title, title_justify="left", title_style="bold")
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == "state" else "right")

@@ -199,9 +199,9 @@ class BaseExecutor(ABC):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise CollectTimeout(f"replicas {running} are still running after {timeout:g} s")
-            self._wait(present, self.poll_seconds if left is None else min(left, self.poll_seconds))
+            self.wait(present, self.poll_seconds if left is None else min(left, self.poll_seconds))
 
-    def _wait(self, handles: list[ReplicaHandle], seconds: float) -> None:
+    def wait(self, handles: list[ReplicaHandle], seconds: float) -> None:
         """Pause for at most `seconds`; executors that hear of an end sooner return sooner."""
         time.sleep(seconds)
 

@@ -202,7 +202,8 @@ class LocalProcessExecutor(BaseExecutor):
         with self._changed:
             return [self._handle(h.job_id, self._job(h)) if h.job_id else replace(h, state="failed") for h in handles]
 
-    def _wait(self, handles: list[ReplicaHandle], seconds: float) -> None:
+    def wait(self, handles: list[ReplicaHandle], seconds: float) -> None:
+        """Return after `seconds`, or as soon as all have ended."""
         jobs = [self._job(handle) for handle in handles if handle.job_id]
         with self._changed:
             self._changed.wait_for(lambda: all(job.state in ENDED for job in jobs), timeout=seconds)

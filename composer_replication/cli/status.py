@@ -1,0 +1,56 @@
+"""`status`: how a run stands, read from its store."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+
+from composer_replication.cli.live import Screen, lines
+from composer_replication.cli.view import RunReader
+from composer_replication.errors import StoreError
+from composer_replication.store import open_store
+
+__all__ = ["status"]
+
+
+def status(uri: str, *, watch: bool, as_json: bool, every_seconds: float) -> int:
+    if not every_seconds > 0:
+        raise ValueError(f"--every must be more than 0, not {every_seconds:g}")
+    reader = RunReader(open_store(uri, create=False))
+    reader.refresh()
+    if reader.fleet is None and not watch:
+        raise StoreError(f"there is no run in {reader.store.uri} (no fleet.json): is that the run's store?")
+    with Screen(plain=as_json or not watch) as screen:
+        while True:
+            view = reader.view(_title(reader))
+            if as_json:
+                print(json.dumps(_plain(reader)), flush=True)
+            elif watch:
+                screen.show(view)
+            else:
+                print("\n".join(lines(view)))
+            if not watch or reader.ended:
+                return 0
+            time.sleep(every_seconds)
+            reader.refresh()
+
+
+def _title(reader: RunReader) -> str:
+    if reader.fleet is None:
+        return f"{reader.store.uri}: no run yet"
+    what = "ended" if reader.ended else reader.trouble or "open"
+    return f"{reader.store.uri}: {len(reader.rounds)} rounds closed, {what}"
+
+
+def _plain(reader: RunReader) -> dict[str, object]:
+    view = reader.view("")
+    last = reader.rounds[-1] if reader.rounds else None
+    return {
+        "store": reader.store.uri,
+        "round": len(reader.rounds),
+        "step": last.position if last is not None else 0,
+        "ended": reader.ended,
+        "trouble": reader.trouble,
+        "replicas": [asdict(row) for row in view.rows],
+    }

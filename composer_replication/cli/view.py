@@ -1,0 +1,137 @@
+"""What a store tells about a run, for people: who is there, what was decided, how it goes.
+
+Invariant: reads only. What it shows of rounds comes from the rosters, which are never wrong; what it shows of a replica
+between two rounds comes from its heartbeat, which may be some seconds old.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from composer_replication.cli.live import FleetView, Row
+from composer_replication.collective.object_store import keys
+from composer_replication.collective.object_store.history import decided
+from composer_replication.errors import ObjectMissing, StoreError
+from composer_replication.store import ObjectStore
+
+__all__ = ["ClosedRound", "RunReader"]
+
+_MAX_BYTES = 64 * 1024 * 1024  # fleet.json names every tensor of the model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedRound:
+    """One round of the run's history."""
+
+    round: int
+    steps: int  # inner steps of the interval
+    position: int  # inner steps of the run, this interval's included
+    members: tuple[int, ...]
+    tokens: int | None
+    absent: Mapping[int, str] = field(default_factory=dict)
+    metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # by replica: loss, tokens_per_second, ...
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over those that were averaged."""
+        losses = [m["loss"] for m in self.metrics.values() if "loss" in m]
+        return sum(losses) / len(losses) if losses else None
+
+
+class RunReader:
+    """Reads one run, again and again: rounds that were read once are kept."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self.rounds: list[ClosedRound] = []
+        self.fleet: Mapping[str, Any] | None = None  # fleet.json
+        self.trouble = ""  # why the open round was given up, if it was
+        self.ended = False
+        self._attempt = 0
+
+    def refresh(self) -> None:
+        """Look for what is new. Raises StoreError if the store fails."""
+        if self.fleet is None:
+            self.fleet = self._json(keys.FLEET)
+        if self.fleet is None:
+            return
+        while (found := decided(self.store, self.run, len(self.rounds), self._attempt)) is not None:
+            roster = found.roster
+            if roster.kind != "roster":
+                self.trouble = roster.reason or roster.kind
+                self._attempt += 1
+                continue
+            reports = roster.members or roster.others
+            steps = max((report.steps for report in reports), default=0)
+            tokens = [report.tokens for report in roster.members if report.tokens is not None]
+            self.rounds.append(
+                ClosedRound(
+                    round=roster.round,
+                    steps=steps,
+                    position=(self.rounds[-1].position if self.rounds else 0) + steps,
+                    members=tuple(report.replica for report in roster.members),
+                    tokens=sum(tokens) if tokens and len(tokens) == len(roster.members) else None,
+                    absent=dict(roster.absent),
+                    metrics={report.replica: dict(report.metrics) for report in roster.members},
+                )
+            )
+            self.trouble, self._attempt = "", 0
+        self.ended = self._json(keys.FINAL) is not None
+
+    @property
+    def run(self) -> str:
+        return str((self.fleet or {}).get("run") or (self.fleet or {}).get("nonce") or "")
+
+    @property
+    def replicas(self) -> int:
+        return int((self.fleet or {}).get("replicas") or 0)
+
+    def view(self, title: str) -> FleetView:
+        """Of what was read last, and of the heartbeats now."""
+        last = self.rounds[-1] if self.rounds else None
+        return FleetView(
+            title=title,
+            rows=[self._row(replica, last) for replica in range(self.replicas)],
+            round=len(self.rounds) if self.fleet is not None else None,
+            ended=self.ended,
+        )
+
+    def _row(self, replica: int, last: ClosedRound | None) -> Row:
+        beat = self._json(keys.member(replica)) or {}
+        status = beat.get("status") or {}
+        metrics = dict(last.metrics.get(replica, {})) if last is not None else {}
+        state = str(status.get("state") or ("joining" if beat else "not seen"))
+        note = str(status.get("error") or "")
+        if beat.get("state") == "fenced":
+            state = "fenced"
+        elif beat.get("state") == "running":
+            silent = time.time() - float(beat.get("time") or 0.0)
+            if silent > 15.0 + 3.0 * float(beat.get("heartbeat_seconds") or 5.0):
+                note = f"silent for {silent:.0f} s"
+        round, step = status.get("round"), status.get("step")
+        if last is not None and (round is None or round <= last.round):  # the heartbeat is behind
+            round, step = last.round + 1, last.position
+        return Row(
+            replica=replica,
+            state=state,
+            round=round,
+            step=step,
+            horizon=status.get("horizon") or (last.steps if last is not None else None),
+            loss=metrics.get("loss", status.get("loss")),
+            tokens_per_second=metrics.get("tokens_per_second", status.get("tokens_per_second")),
+            wait_seconds=status.get("wait_seconds"),
+            note=note,
+        )
+
+    def _json(self, key: str) -> Mapping[str, Any] | None:
+        try:
+            content = json.loads(self.store.get(key, max_bytes=_MAX_BYTES))
+        except ObjectMissing:
+            return None
+        except ValueError as error:
+            raise StoreError(f"{key} in {self.store.uri} isn't JSON: {error}") from error
+        return content if isinstance(content, dict) else None
