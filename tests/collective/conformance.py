@@ -198,7 +198,7 @@ def expected_mean(
 
 
 def _outer_rounds(collective: Collective, *, moves: Sequence[float], momentum_factor: float, rounds: int) -> float:
-    """theta starts at 0; in each round replica i moves it by moves[i]; outer lr 1. Gives the shared theta at the end."""
+    """theta starts at 0; in each round replica i moves it by moves[i]; outer lr 1. Gives the theta at the end."""
     theta, momentum = begin(collective, SCALAR).anchor[0].clone(), torch.zeros(1)
     for round in range(rounds):
         local = theta + moves[collective.replica]
