@@ -214,11 +214,13 @@ class OuterLoop:
         layout = self._tensors.interval_layout()
         leaving = leaving or preview.remaining == 0
         report = self._report(layout, preview, leaving, metrics or {})
+        measured = self._clock() - began
         buffer = torch.empty(max((chunk.elements for chunk in layout.chunks), default=0))
         contribution = Contribution(self.round, report, layout, lambda index: self._chunk(layout, index, buffer))
         outcome = self._collective.average(contribution)
         present = {r.replica for r in (*outcome.members, *outcome.others)}
         summary = self._apply(outcome, layout, report, own_steps=self.steps, began=began)
+        summary = dataclasses.replace(summary, phase_seconds={"norm": measured, **summary.phase_seconds})
         if self.replica in present:
             self.left = leaving
         elif not self.ended:
@@ -407,6 +409,8 @@ class OuterLoop:
         """Take the outer step of a closed round, advance the policy, begin the next interval."""
         plan = self.plan
         outer = outer_coefficients(self._outer, self._momentum, plan.mass, plan.base_mass)
+        phases = dict(outcome.phase_seconds)
+        stepping = self._clock()
         if outcome.members:
             buffer = torch.empty(max((chunk.elements for chunk in layout.chunks), default=0))
             for index, chunk in enumerate(layout.chunks):
@@ -425,6 +429,9 @@ class OuterLoop:
                     offset += part.elements
         else:
             self._tensors.restore()
+        # Decoding happens inside, and is counted by the collective as its own phase.
+        decoding = outcome.phase_seconds.get("decode", 0.0) - phases.get("decode", 0.0)
+        phases = {**outcome.phase_seconds, "outer_step": self._clock() - stepping - decoding}
         fleet_steps = max((r.steps for r in outcome.members), default=plan.steps)
         observation = self._observe(outcome, plan, fleet_steps)
         self.position += fleet_steps
@@ -438,11 +445,15 @@ class OuterLoop:
             self.intervals_lost += 1
         self.steps, self._tokens, self._mass = 0, 0, 0.0
         self._tensors.begin_interval()
+        hashing = self._clock()
         self._digest = self._tensors.digest(self._state_text())
+        phases["digest"] = self._clock() - hashing
         self._waited += outcome.wait_seconds
         self._sent += outcome.bytes_sent
         self._received += outcome.bytes_received
+        saving = self._clock()
         self._collective.applied(self._snapshot)
+        phases["checkpoint"] = self._clock() - saving
         reports = (*outcome.members, *outcome.others)
         tokens = [r.tokens for r in outcome.members]
         return RoundSummary(
@@ -468,7 +479,7 @@ class OuterLoop:
             restored=restored,
             wait_seconds=outcome.wait_seconds,
             exchange_seconds=self._clock() - began,
-            phase_seconds=outcome.phase_seconds,
+            phase_seconds=phases,
             bytes_sent=outcome.bytes_sent,
             bytes_received=outcome.bytes_received,
             ended=self.ended,
