@@ -232,10 +232,12 @@ def _escaped(value: Any) -> Any:
 def _explain(error: Any, place: _Place) -> str:
     key = str(getattr(error, "full_key", None) or "").replace("class_", "class")
     first = str(error).splitlines()[0].replace("class_", "class")
-    found = re.match(r"Value '(?P<value>.*)' of type '.*' could not be converted to (?P<kind>\w+)", first)
+    found = re.match(
+        r"Value '(?P<value>.*)' (of type '.*' could not be converted to|is not a valid) (?P<kind>\w+)", first
+    )
     if found:
-        kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
-        first = f"must be {kinds.get(found['kind'], found['kind'])}, not {found['value']!r}"
+        kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "bool": "true or false"}
+        return f"{place.of(key)} must be {kinds.get(found['kind'], found['kind'])}, not {found['value']!r}"
     return f"{place.of(key)}: {first}" if key else f"{place.file or 'the recipe'}: {first}"
 
 
