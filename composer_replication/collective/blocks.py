@@ -73,22 +73,34 @@ def encode_into(values: Tensor, sizes: Sequence[int], data: Tensor, scales: Tens
 
 def _encode_int8(values: Tensor, sizes: Sequence[int], data: Tensor, scales: Tensor) -> int | None:
     scratch = _scratch(sizes)
+    peaks = torch.empty_like(scales)
     # A tensor, not a number: some devices multiply by the reciprocal of a number instead of dividing by it.
-    most = torch.full((1,), 127.0)
-    for part, begin, end, first in _spans(sizes):
+    most = torch.tensor(127.0)
+    for _, begin, end, first in _spans(sizes):
         block = _rows(values, begin, end)
         room = scratch[: end - begin].view(block.shape)
+        last = first + len(block)
         torch.abs(block, out=room)
-        peak = torch.amax(room, dim=1, out=scales[first : first + len(block)])
-        if not all_finite(peak):
-            return part
-        empty = peak == 0.0  # of the peak, not of the scale: a subnormal peak / 127 may round to zero
-        scale = peak.div_(most).clamp_(INT8_MIN_SCALE, INT8_MAX_SCALE)
-        scale.masked_fill_(empty, 1.0)
+        peak = torch.amax(room, dim=1, out=peaks[first:last])
+        scale = torch.div(peak, most, out=scales[first:last]).clamp_(INT8_MIN_SCALE, INT8_MAX_SCALE)
         # |x| / scale exceeds 127 by rounding only, which rounding to an integer takes away again: no clipping needed.
         torch.div(block, scale.unsqueeze(1), out=room)
         _rows(data, begin, end).copy_(room.round_())  # round half to even
+    if not all_finite(peaks):
+        return _first_bad_part(sizes, peaks)
+    # Of the peak, not of the scale: a subnormal peak / 127 may have been rounded to zero.
+    scales.masked_fill_(peaks == 0.0, 1.0)
     return None
+
+
+def _first_bad_part(sizes: Sequence[int], peaks: Tensor) -> int:
+    first = 0
+    for part, size in enumerate(sizes):
+        count = -(-size // INT8_BLOCK)
+        if not all_finite(peaks[first : first + count]):
+            return part
+        first += count
+    raise AssertionError("all peaks are finite")
 
 
 def decode_into(out: Tensor, sizes: Sequence[int], data: Tensor, scales: Tensor | None) -> None:
