@@ -22,12 +22,13 @@ from typing_extensions import override
 
 from composer_replication.autoloco.values import Policy
 from composer_replication.collective.base import Collective
+from composer_replication.collective.codec import check_codec
 from composer_replication.diloco.loop import OuterLoop
 from composer_replication.diloco.summary import FinalSummary, RoundSummary
 from composer_replication.errors import FleetMismatch, Interrupted
 from composer_replication.isolate import read_identity
 from composer_replication.lightning.checkpoints import separate_checkpoints, write_checkpoint
-from composer_replication.lightning.fit import Fit, FitOptions
+from composer_replication.lightning.fit import Fit, FitOptions, final_of
 from composer_replication.lightning.meeting import given_collective, open_store
 from composer_replication.lightning.report import log_round
 from composer_replication.lightning.settings import check_choice, make_settings
@@ -125,10 +126,13 @@ class AutoLoCoCallback(pl.Callback):
             raise ValueError(f"checkpoint_every_rounds must be at least 1, got {checkpoint_every_rounds!r}")
         if collective is not None and store is not None:
             raise ValueError("give a store or a collective, not both")
+        check_codec(codec)
         if collective is not None:
             identity, self._meet = given_collective(collective, replica=replica, replicas=replicas)
         else:
             identity = read_identity(replica=replica, replicas=replicas, launcher=launcher)
+            if min_replicas is not None and not 1 <= min_replicas <= identity.replicas:
+                raise ValueError(f"min_replicas must be between 1 and {identity.replicas}, got {min_replicas!r}")
             self._meet = open_store(
                 store,
                 identity,
@@ -263,13 +267,11 @@ class AutoLoCoCallback(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning skips the training hooks when there is nothing to train: no batch at all, or a fit that was
         # complete but for the wait for the others. Both still belong to the fleet until its run ends.
-        waiting = self._stash is not None and not self._stash["fit_state"]["loop"]["ended"]
-        if self._trained_nothing(trainer) or waiting:
+        if self._stash is not None and self._stash["fit_state"]["loop"]["ended"]:
+            self.final = final_of(self._stash["fit_state"]["loop"])
+        elif self._stash is not None or (trainer.fit_loop.max_batches == 0 and self._running() is None):
             self._begin(trainer, pl_module)
             self._end(trainer)
-
-    def _trained_nothing(self, trainer: pl.Trainer) -> bool:
-        return trainer.fit_loop.max_batches == 0 and self._stash is None and self._running() is None
 
     def _end(self, trainer: pl.Trainer) -> None:
         if fit := self._running():

@@ -6,6 +6,7 @@ two batches, never inside an accumulation window.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import warnings
@@ -30,7 +31,7 @@ from composer_replication.lightning.steps import StepRecorder
 from composer_replication.lightning.strategy import LocalReplicaStrategy
 from composer_replication.lightning.tokens import TokenFunction, count_tokens
 
-__all__ = ["Fit", "FitOptions"]
+__all__ = ["Fit", "FitOptions", "final_of"]
 
 _HEARTBEAT_SECONDS = 2.0
 
@@ -288,6 +289,12 @@ class Fit:
         self.loop.close()
 
 
+def final_of(ended: Mapping[str, Any]) -> FinalSummary:
+    """How a run ended, from the state of its outer loop after the end."""
+    shared, totals = json.loads(ended["shared"]), ended["totals"]
+    return FinalSummary(rounds=shared["round"], position=shared["position"], digest=ended["digest"], **totals)
+
+
 def _warned_by_trainer(trainer: pl.Trainer) -> bool:
     """Lightning says itself that it can't rewind a loader, where lengths let it."""
     length = trainer.num_training_batches
@@ -296,7 +303,7 @@ def _warned_by_trainer(trainer: pl.Trainer) -> bool:
 
 def _primary(trainer: pl.Trainer, named: int | None) -> int:
     count = len(trainer.optimizers)
-    if count == 0:
+    if not any(group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups):
         raise ValueError("the module has no optimizer: configure_optimizers gave none, so that no step can be counted")
     if named is None and count > 1:
         raise ValueError(

@@ -48,12 +48,14 @@ def open_store(store: Any, identity: Identity, *, run: str, interrupted: Callabl
             f"no store: say where the replicas meet, e.g. AutoLoCoCallback('file:///shared/run1', ...), or set {STORE}"
         )
 
+    given = {name: value for name, value in settings.items() if value is not None}
+
     def meet(fit: int) -> Collective:
         from composer_replication.collective.object_store import ObjectStoreCollective
 
         name = run if fit == 0 else f"{run or 'run'}-fit{fit + 1}"
         return ObjectStoreCollective(
-            where, replica=identity.replica, replicas=identity.replicas, run=name, interrupted=interrupted, **settings
+            where, replica=identity.replica, replicas=identity.replicas, run=name, interrupted=interrupted, **given
         )
 
     return meet
