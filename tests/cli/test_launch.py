@@ -1,0 +1,196 @@
+"""Whole launches with real replicas: to the end, through a kill, through Ctrl-C and --resume, and when one fails.
+
+Replicas are separate processes that import torch and a trainer, so each launch costs seconds; what can be looked at in
+one is looked at in one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from composer_replication.cli import main
+from composer_replication.cli.view import RunReader
+from composer_replication.store import open_store
+
+pytestmark = pytest.mark.processes
+
+# Big enough that a test can step in between two rounds, small enough to be over in seconds.
+RECIPE = """\
+name: small
+model: {name: byte_gpt, args: {width: 32, layers: 2, heads: 2, context: 32}}
+data: {name: text_bytes, args: {context: 32, batch_size: 16, max_bytes: 400000, validation_bytes: 5000}}
+optimizer: {lr: 3e-3}
+scheduler: {warmup_steps: 10}
+training: {steps: 200, log_every: 25, accelerator: cpu, threads: 1}
+autoloco: {base_horizon: 8}
+codec: int8
+fleet: {replicas: 2, timeout_seconds: 60}
+executor: {backoff_seconds: 0, grace_seconds: 30}
+"""
+
+
+def wait_for(condition, seconds: float = 90.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("launch") / "small.yaml"
+    file.write_text(RECIPE)
+    return file
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe) -> tuple[Path, int, str]:
+    """One launch to the end: its folder, exit code and output."""
+    folder = recipe.parent / "undisturbed"
+    ran = subprocess.run(
+        [sys.executable, "-m", "composer_replication.cli", "launch", str(recipe), f"output={folder}"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    return folder, ran.returncode, ran.stdout + ran.stderr
+
+
+def start(recipe: Path, folder: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "composer_replication.cli", "launch", str(recipe), f"output={folder}", *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def closed_rounds(folder: Path) -> int:
+    if not (folder / "store" / "fleet.json").exists():
+        return 0
+    reader = RunReader(open_store(str(folder / "store")))
+    reader.refresh()
+    return len(reader.rounds)
+
+
+def process_of(folder: Path, replica: int) -> int:
+    """The process that holds a replica id, from its newest claim."""
+    claims = [p for p in (folder / "store" / "claims" / str(replica)).iterdir() if p.name.isdigit()]
+    return json.loads(max(claims, key=lambda p: int(p.name)).read_text())["pid"]
+
+
+def test_a_launch_trains_and_sums_up(undisturbed):
+    folder, code, output = undisturbed
+    assert code == 0, output
+    values = summary_of(folder)
+    assert values["steps"] == 200 and values["fixed_rounds"] == 25 and sum(values["horizons"]) == 200
+    assert values["rounds"] == len(values["horizons"]) < 25  # the interval grew
+    assert len(values["digests"]) == 1
+    assert values["loss_last"] < values["loss_first"] - 1.0
+    assert values["validation_loss"] < 4.0  # ln 256 = 5.5 before training
+    # int8: a byte an element and little more, once a round from each of two replicas
+    elements = 256 * 32 + 2 * (32 * 96 + 32 * 32 + 2 * 4 * 32 * 32 + 4 * 32) + 2 * 32
+    assert values["bytes_sent"] == pytest.approx(2 * values["rounds"] * elements, rel=0.5)
+    for words in ("rounds; a fixed interval of 8 takes 25", "as int8", "the same on all replicas", "training.png"):
+        assert words in output
+    assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert "round 0" in output and "loss" in output  # plain lines, as there is no terminal
+
+
+def test_each_replica_leaves_a_log_a_result_and_its_weights(undisturbed):
+    import torch
+
+    folder = undisturbed[0]
+    weights = []
+    for replica in (0, 1):
+        log = (folder / f"replica-{replica}" / "log.txt").read_text()
+        assert f"replica {replica} of 2" in log and "torch 2" in log and "store file://" in log and "completed" in log
+        final = torch.load(folder / f"replica-{replica}" / "final.ckpt", weights_only=True)
+        weights.append(final["state_dict"])
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_status_reads_the_same_from_the_store(undisturbed, capsys):
+    folder = undisturbed[0]
+    assert main(["status", str(folder / "store"), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ended"] and answer["step"] == 200 and answer["round"] == summary_of(folder)["rounds"]
+    assert [row["state"] for row in answer["replicas"]] == ["finished", "finished"]
+    assert main(["status", str(folder / "store"), "--watch"]) == 0  # of an ended run, it shows it and returns
+    assert main(["launch", str(folder / "recipe.yaml"), f"store.uri={folder}/store"]) == 2  # and isn't trodden upon
+
+
+def test_a_killed_replica_comes_back_and_the_weights_are_those_of_an_undisturbed_run(recipe, undisturbed):
+    folder = recipe.parent / "killed"
+    with start(recipe, folder) as process:
+        wait_for(lambda: closed_rounds(folder) >= 3)
+        os.kill(process_of(folder, 1), signal.SIGKILL)
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert "replica 1: killed by signal 9; restart 1 of 3" in output
+    assert "goes on from" in (folder / "replica-1" / "log.txt").read_text()
+    values = summary_of(folder)
+    assert values["replicas"]["1"]["restarts"] == 1
+    assert values["digests"] == summary_of(undisturbed[0])["digests"]
+    assert values["horizons"] == summary_of(undisturbed[0])["horizons"]
+
+
+def test_ctrl_c_stops_everything_and_resume_goes_on(recipe, undisturbed):
+    folder = recipe.parent / "interrupted"
+    with start(recipe, folder) as process:
+        wait_for(lambda: closed_rounds(folder) >= 3)
+        pids = [process_of(folder, replica) for replica in (0, 1)]
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=100)
+    assert process.returncode == 130, output
+    assert "--resume" in output and "Traceback" not in output
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    done = closed_rounds(folder)
+    assert 3 <= done < len(summary_of(undisturbed[0])["horizons"])
+    assert main(["launch", str(folder / "recipe.yaml"), "--resume", "--plain"]) == 0
+    assert summary_of(folder)["digests"] == summary_of(undisturbed[0])["digests"]
+
+
+BROKEN = """\
+import os
+from composer_replication.tasks.byte_gpt import ByteGPT
+from composer_replication.tasks.language_module import LanguageModule
+from composer_replication.tasks.optim import build_optimizer, build_scheduler
+
+class Broken(LanguageModule):
+    def __init__(self):
+        super().__init__(
+            ByteGPT(width=16, layers=1, heads=2, context=32),
+            make_optimizer=lambda model: build_optimizer(model.parameters(), name="sgd", lr=0.1),
+            make_scheduler=lambda optimizer: build_scheduler(optimizer, name="constant", steps=1),
+        )
+
+    def training_step(self, batch, batch_index):
+        if batch_index == 5 and os.environ["BREAK"] in self.trainer.default_root_dir:
+            raise RuntimeError("a bug in the model")
+        return super().training_step(batch, batch_index)
+"""
+
+
+def test_a_failing_replica_is_named_its_log_is_shown_and_the_others_are_stopped(recipe, tmp_path, monkeypatch):
+    (tmp_path / "broken_model.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.getcwd()}")
+    text = recipe.read_text().replace(
+        "model: {name: byte_gpt, args: {width: 32, layers: 2, heads: 2, context: 32}}", ""
+    )
+    mine = tmp_path / "own.yaml"
+    mine.write_text(text + "model: {class: broken_model.Broken}\n")
+    with start(mine, tmp_path / "run", "executor.env.BREAK=replica-1") as process:
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, output
+    assert "replica 1 failed: an exception in its code" in output
+    assert "| replica 1: RuntimeError: a bug in the model" in output
+    assert summary_of(tmp_path / "run")["replicas"]["0"]["status"] == "cancelled"
