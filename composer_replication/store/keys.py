@@ -5,7 +5,12 @@ Invariant: a checked key can't name anything outside the store's root, on any fi
 
 from __future__ import annotations
 
+import re
+
 __all__ = ["check_key"]
+
+# A part that is empty or begins with a dot; a backslash or a control character anywhere.
+_REFUSED = re.compile(r"(?:\A|/)(?:\.|/|\Z)|[\\\x00-\x1f]")
 
 
 def check_key(key: str) -> str:
@@ -14,8 +19,9 @@ def check_key(key: str) -> str:
     Parts that begin with "." are refused altogether: that covers "." and "..", and keeps the names of unfinished
     files (which begin with a dot) out of reach.
     """
-    if not key or any(part == "" or part.startswith(".") for part in key.split("/")):
-        raise ValueError(f"not a key of a store: {key!r} (relative, no empty or hidden parts, no '..')")
-    if "\\" in key or any(ord(character) < 32 for character in key):
-        raise ValueError(f"not a key of a store: {key!r} (no backslash, no control characters)")
+    if _REFUSED.search(key):
+        raise ValueError(
+            f"not a key of a store: {key!r} (relative, no empty or hidden parts, no '..', no backslash or control "
+            "characters)"
+        )
     return key

@@ -25,7 +25,7 @@ from composer_replication.collective.object_store.driver import drive
 from composer_replication.collective.object_store.fleet import agree_on_fleet, claim_replica, heartbeat
 from composer_replication.collective.object_store.garbage import Collector
 from composer_replication.collective.object_store.heartbeat import Heartbeat
-from composer_replication.collective.object_store.history import Standing, decided, declared_base, stand
+from composer_replication.collective.object_store.history import Standing, decided, declared_base, plan_at, stand
 from composer_replication.collective.object_store.requests import Requests
 from composer_replication.collective.object_store.roster import Mode, Plan, Policy
 from composer_replication.collective.object_store.round import Closed, Fail, Job, Timing
@@ -229,7 +229,7 @@ class ObjectStoreCollective:
         self._check_known(snapshot, standing)
         self._tip = standing.tip
         self._attempts = dict(standing.attempts)
-        self._plan = self._plan_of(snapshot, standing)
+        self._plan = plan_at(self._store, self._run, snapshot.round, snapshot.digest, self.fleet)
         newest = checkpoints.latest_round(self._store) or 0
         self._collector = Collector(
             self._store, self._replica, round=snapshot.round, checkpoint=newest, every=self._every
@@ -302,24 +302,6 @@ class ObjectStoreCollective:
                 f"({', '.join(sorted(known))}) in {self._store.uri}: it belongs to another run, or is damaged; "
                 "start without it to join from the fleet's newest checkpoint"
             )
-
-    def _plan_of(self, snapshot: Snapshot, standing: Standing) -> Plan:
-        round = snapshot.round
-        plan = Plan(run=self._run, round=round, prev=self._run, base=snapshot.digest, expected=self.fleet)
-        if round == 0:
-            return plan
-        last = self._stand_before(round)
-        return replace(plan, prev=last.hash, expected=last.roster.expected_next, misses=last.roster.misses)
-
-    def _stand_before(self, round: int):
-        attempt = 0
-        best = None
-        while (found := decided(self._store, self._run, round - 1, attempt)) is not None:
-            best = found if found.roster.kind == "roster" else best
-            attempt += 1
-        if best is None:
-            raise FleetMismatch(f"round {round - 1} isn't closed in {self._store.uri}")
-        return best
 
     # -- rounds
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from composer_replication.collective.object_store import keys
+from composer_replication.collective.object_store.roster import Plan
 from composer_replication.collective.object_store.wire import (
     MAX_POINTER_BYTES,
     Roster,
@@ -17,10 +18,10 @@ from composer_replication.collective.object_store.wire import (
     parse_roster,
     pointer_hash,
 )
-from composer_replication.errors import ObjectMissing
+from composer_replication.errors import FleetMismatch, ObjectMissing
 from composer_replication.store.base import ObjectStore
 
-__all__ = ["Decided", "Standing", "decided", "declared_base", "stand"]
+__all__ = ["Decided", "Standing", "decided", "declared_base", "plan_at", "stand"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,6 @@ class Standing:
 
     tip: int  # the first round without a roster that holds
     attempts: Mapping[int, int]  # round -> the attempt to enter it at
-    last: Decided | None  # of round tip - 1
 
 
 def decided(store: ObjectStore, run: str, round: int, attempt: int) -> Decided | None:
@@ -53,7 +53,6 @@ def stand(store: ObjectStore, run: str, start: int, *, strict: bool) -> Standing
     (Otherwise a round is entered at the void attempt, so that its culprit is known in the next one.)
     """
     attempts: dict[int, int] = {}
-    last: Decided | None = None
     round = start
     while True:
         attempt, holds, enter = 0, None, 0
@@ -67,8 +66,28 @@ def stand(store: ObjectStore, run: str, start: int, *, strict: bool) -> Standing
                 enter = attempt
         attempts[round] = enter
         if holds is None:
-            return Standing(round, attempts, last)
-        last, round = holds, round + 1
+            return Standing(round, attempts)
+        round += 1
+
+
+def plan_at(store: ObjectStore, run: str, round: int, base: str, fleet: tuple[int, ...]) -> Plan:
+    """What a replica knows that enters a round in state `base`: from the roster of the round before."""
+    if round == 0:
+        return Plan(run=run, round=0, prev=run, base=base, expected=fleet)
+    last, attempt = None, 0
+    while (found := decided(store, run, round - 1, attempt)) is not None:
+        last = found if found.roster.kind == "roster" else last
+        attempt += 1
+    if last is None:
+        raise FleetMismatch(f"round {round - 1} isn't closed in {store.uri}")
+    return Plan(
+        run=run,
+        round=round,
+        prev=last.hash,
+        base=base,
+        expected=last.roster.expected_next,
+        misses=last.roster.misses,
+    )
 
 
 def _void(store: ObjectStore, roster: Roster) -> bool:
