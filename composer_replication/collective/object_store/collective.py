@@ -46,7 +46,25 @@ from composer_replication.errors import (
 )
 from composer_replication.store import ObjectStore, PrefixedStore, open_store
 
-__all__ = ["ObjectStoreCollective"]
+__all__ = ["STEPS", "ObjectStoreCollective"]
+
+STEPS = (
+    "claim",  # this incarnation's claim on its id
+    "fleet",  # fleet.json
+    "upload",  # one chunk of the contribution
+    "ready",  # the contribution is declared
+    "roster",  # who is averaged, or that the round is off
+    "reduce",  # averaging a shard
+    "mean",  # a shard's mean is decided
+    "fetch",  # getting a shard's mean
+    "late",  # "I'm alive", of a replica that the round went on without
+    "applied",  # after the outer step
+    "checkpoint",  # one chunk of a checkpoint
+    "manifest",  # the checkpoint exists
+    "collect",  # old blobs are deleted
+    "result",  # how this replica ended
+    "final",  # how the run ended
+)
 
 
 def _no_trace(step: str) -> None:

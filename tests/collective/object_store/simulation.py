@@ -146,8 +146,7 @@ class Simulation:
             self._deliver()
             able = [r for r in self.all if not r.gone and not r.finished and r.asleep_until <= self.now]
             if not able:
-                wakes = [r.asleep_until for r in self.all if not r.gone and not r.finished]
-                self.now = min(wakes)
+                self.now = min((r.asleep_until for r in self.all if not r.gone and not r.finished), default=self.now)
                 continue
             self.now += self.random.random() * 0.02
             self._turn(self.random.choice(able))

@@ -5,9 +5,8 @@ round, weights), the outer step in two lines, and a durable record of its own af
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ class Toy:
     round: int = 0
     anchor: list[Tensor] = field(default_factory=list)
     momentum: list[Tensor] = field(default_factory=list)
+    ended: bool = False
     applied: list[tuple[int, str]] = field(default_factory=list)  # round, digest after it
 
     @staticmethod
@@ -103,18 +103,20 @@ class Toy:
                     momentum.mul_(0.9).add_(step)
                     self.anchor[part.slot][part.start : part.stop].sub_(momentum.mul(0.7))
         self.round += 1
+        self.ended = not outcome.expected_next
         self.applied.append((outcome.round, self.digest))
 
     # -- the durable record
 
     def save(self, path: Path) -> None:
-        torch.save({"round": self.round, "anchor": self.anchor, "momentum": self.momentum}, path.with_suffix(".part"))
+        state = {"round": self.round, "anchor": self.anchor, "momentum": self.momentum, "ended": self.ended}
+        torch.save(state, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
 
     @staticmethod
     def load(replica: int, path: Path, layout: Layout = LAYOUT) -> Toy:
         state = torch.load(path, weights_only=True)
-        return Toy(replica, layout, state["round"], state["anchor"], state["momentum"])
+        return Toy(replica, layout, state["round"], state["anchor"], state["momentum"], state["ended"])
 
 
 def run_toy(
@@ -123,10 +125,8 @@ def run_toy(
     rounds: int,
     *,
     resumed: bool = False,
-    settings: Mapping[str, Any] | None = None,
     save: Path | None = None,
-    after: Callable[[RoundOutcome], None] | None = None,
-    contribute: Callable[[Toy], Contribution] | None = None,
+    trace: Callable[[str], None] = lambda step: None,
 ) -> Toy:
     """The whole life of a replica: `rounds` rounds, the last one leaving; then follow to the fleet's end."""
 
@@ -134,42 +134,31 @@ def run_toy(
         toy.apply(outcome)
         collective.applied(toy.snapshot)
         if save is not None:
+            trace("before:record")
             toy.save(save)
-        if after is not None:
-            after(outcome)
+            trace("after:record")
 
     try:
-        got = collective.start(toy.snapshot(), settings=settings or {}, resumed=resumed)
-        expected: tuple[int, ...] = (toy.replica,)
+        got = collective.start(toy.snapshot(), settings={}, resumed=resumed)
         left = False
         if not resumed:
             toy.adopt(got)
         if save is not None and not save.exists():
             toy.save(save)
         if not resumed or collective.overtaken:
-            while expected and (outcome := collective.follow(toy.round, toy.layout, toy.digest, wait=False)):
+            while not toy.ended and (outcome := collective.follow(toy.round, toy.layout, toy.digest, wait=False)):
                 applied(outcome)
-                expected = outcome.expected_next
-        while expected:
+        while not toy.ended:
             if left:
                 outcome = collective.follow(toy.round, toy.layout, toy.digest, wait=True)
             else:
-                leaving = toy.round >= rounds - 1
-                mine = contribute(toy) if contribute is not None else toy.contribution(leaving=leaving)
+                mine = toy.contribution(leaving=toy.round >= rounds - 1)
                 outcome = collective.average(mine)
                 present = {report.replica for report in (*outcome.members, *outcome.others)}
                 left = mine.report.leaving and toy.replica in present
             assert outcome is not None
             applied(outcome)
-            expected = outcome.expected_next
         collective.finish(toy.digest, {"rounds": toy.round})
     finally:
         collective.close()
     return toy
-
-
-def log_line(path: Path, **content: Any) -> None:
-    with open(path, "a") as file:
-        file.write(json.dumps(content) + "\n")
-        file.flush()
-        os.fsync(file.fileno())

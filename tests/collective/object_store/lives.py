@@ -1,0 +1,105 @@
+"""Replicas in real processes that kill themselves with signal 9 at a named step. Forked from a server that has
+imported everything, so that a fleet of three takes a second or so.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_replication.collective.object_store import ObjectStoreCollective
+from composer_replication.store import LocalStore
+from tests.collective.object_store.toy import Toy, run_toy
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.collective.object_store.lives"])
+
+DEFAULTS: dict[str, Any] = {
+    "codec": "int8",
+    "mode": "sharded",
+    "poll_seconds": 0.005,
+    "max_poll_seconds": 0.05,
+    "heartbeat_seconds": 0.2,
+    "timeout_seconds": 40.0,
+    "takeover_seconds": 0.4,
+    "checkpoint_every": 2,
+}
+
+
+@dataclass(frozen=True)
+class Kill:
+    step: str  # "before:ready"
+    round: int = 0  # not before this round
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A folder with a store and the replicas' records in it."""
+
+    folder: Path
+    replicas: int = 3
+    rounds: int = 4
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def store(self) -> LocalStore:
+        return LocalStore(self.folder / "store")
+
+    def record(self, replica: int) -> Path:
+        return self.folder / f"record-{replica}.pt"
+
+    def start(self, replica: int, kill: Kill | None = None, *, fresh: bool = False, **settings: Any) -> BaseProcess:
+        if fresh:
+            self.record(replica).unlink(missing_ok=True)
+        arguments = (self, replica, kill, {**DEFAULTS, **self.settings, **settings})
+        process = CONTEXT.Process(target=_live, args=arguments)
+        process.start()
+        return process
+
+    def result(self, replica: int) -> dict[str, Any]:
+        return json.loads(self.store.get(f"results/{replica}.json"))
+
+    def ended(self, replica: int) -> dict[str, Any]:
+        return json.loads((self.folder / f"ended-{replica}.json").read_text())
+
+
+def _live(fleet: Fleet, replica: int, kill: Kill | None, settings: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    record = fleet.record(replica)
+    resumed = record.exists()
+    toy = Toy.load(replica, record) if resumed else Toy.fresh(replica)
+
+    def trace(step: str) -> None:
+        if kill is not None and step == kill.step and toy.round >= kill.round:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ending: dict[str, Any] = {}
+    try:
+        collective = ObjectStoreCollective(
+            fleet.store, replica=replica, replicas=fleet.replicas, trace=trace, **settings
+        )
+        run_toy(toy, collective, fleet.rounds, resumed=resumed, save=record, trace=trace)
+        ending = {"digest": toy.digest, "applied": toy.applied, "requests": dict(collective.requests)}
+    except Exception as error:
+        ending = {"error": type(error).__name__, "text": str(error)}
+        sys.exit(1)
+    finally:
+        (fleet.folder / f"ended-{replica}.json").write_text(json.dumps(ending))
+
+
+def join(process: BaseProcess, seconds: float = 60.0) -> int:
+    process.join(timeout=seconds)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise AssertionError("a replica hung")
+    return process.exitcode

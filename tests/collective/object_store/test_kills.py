@@ -1,0 +1,134 @@
+"""kill -9 of any replica at any step of the protocol, then a restart: the bits are those of an undisturbed run."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from composer_replication.collective.in_process import InProcessFleet
+from composer_replication.collective.object_store.collective import STEPS
+from tests.collective.object_store.lives import Fleet, Kill, join
+from tests.collective.object_store.toy import Toy, run_toy
+from tests.support.threads import run_threads
+
+pytestmark = pytest.mark.processes
+
+ROUNDS = 4
+START_STEPS = {"claim", "fleet"}
+LOWEST_ONLY = {"checkpoint", "manifest"}
+POINTS = [f"{when}:{step}" for step in (*STEPS, "record") if step != "late" for when in ("before", "after")]
+
+
+@cache
+def undisturbed() -> str:
+    collectives = InProcessFleet(3, codec="int8").collectives()
+    toys = run_threads([lambda c=c: run_toy(Toy.fresh(c.replica), c, ROUNDS) for c in collectives])
+    return toys[0].digest
+
+
+def kill_and_restart(folder: Path, step: str, victim: int, mode: str, *, fresh: bool) -> None:
+    fleet = Fleet(folder, rounds=ROUNDS, settings={"mode": mode})
+    name = step.partition(":")[2]
+    last = name in ("result", "final")
+    round = 0 if name in START_STEPS else ROUNDS if last else 1
+    # Whoever looks most often is the one that proposes the roster, and the last one closes the run.
+    slow = {"poll_seconds": 0.15, "max_poll_seconds": 0.3} if name in ("roster", "final") else {}
+    hasty = {"poll_seconds": 0.3, "max_poll_seconds": 0.3} if name == "final" else {}
+    first = fleet.start(victim, Kill(step, round), **hasty)
+    others = {i: fleet.start(i, **({} if hasty else slow)) for i in range(fleet.replicas) if i != victim}
+    code = join(first)
+    if name != "final":  # (who is last to end, and so writes final.json, is up to the scheduler)
+        assert code == -9, f"{step} was never reached: {fleet.ended(victim)}"
+    if code == -9:
+        assert join(fleet.start(victim, fresh=fresh)) == 0, fleet.ended(victim)
+    for replica, process in others.items():
+        assert join(process) == 0, fleet.ended(replica)
+    assert {fleet.result(replica)["digest"] for replica in range(fleet.replicas)} == {undisturbed()}
+
+
+def test_an_undisturbed_fleet_of_processes_gives_the_bits_of_threads(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, rounds=ROUNDS)
+    processes = [fleet.start(replica) for replica in range(3)]
+    assert [join(process) for process in processes] == [0, 0, 0]
+    assert {fleet.ended(replica)["digest"] for replica in range(3)} == {undisturbed()}
+    assert b'"rounds":4' in fleet.store.get("final.json")
+
+
+@pytest.mark.parametrize(
+    ("step", "victim", "mode"),
+    [
+        ("after:claim", 1, "direct"),
+        ("before:manifest", 0, "direct"),
+        ("after:upload", 1, "sharded"),
+        ("after:ready", 2, "direct"),
+        ("after:roster", 1, "sharded"),
+        ("before:mean", 2, "sharded"),
+        ("after:fetch", 1, "sharded"),
+        ("before:record", 0, "direct"),
+        ("after:record", 2, "sharded"),
+    ],
+)
+def test_killed_and_restarted(tmp_path: Path, step: str, victim: int, mode: str) -> None:
+    kill_and_restart(tmp_path, step, victim, mode, fresh=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["direct", "sharded"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("step", POINTS)
+def test_killed_at_every_step(tmp_path: Path, step: str, victim: int, mode: str) -> None:
+    if step.partition(":")[2] in LOWEST_ONLY and victim != 0:
+        pytest.skip("only the lowest id writes checkpoints")
+    kill_and_restart(tmp_path, step, victim, mode, fresh=False)
+
+
+@pytest.mark.parametrize(("step", "victim"), [("after:ready", 1), ("before:applied", 0)])
+def test_killed_and_come_back_without_its_record(tmp_path: Path, step: str, victim: int) -> None:
+    """It joins from the fleet's checkpoint, follows, and finds its contribution: still the same bits."""
+    kill_and_restart(tmp_path, step, victim, "sharded", fresh=True)
+
+
+def skip_fleet(folder: Path) -> Fleet:
+    settings = {"failure_policy": "skip", "timeout_seconds": 0.8, "start_timeout_seconds": 40.0, "tolerated_misses": 0}
+    return Fleet(folder, rounds=ROUNDS, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("step", "victim"), [("after:upload", 1), ("after:ready", 0), ("before:mean", 2), ("before:record", 1)]
+)
+def test_skip_goes_on_without_it(tmp_path: Path, step: str, victim: int) -> None:
+    go_on_without(tmp_path, step, victim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("step", [p for p in POINTS if p.partition(":")[2] not in (*START_STEPS, *LOWEST_ONLY)])
+def test_skip_goes_on_without_it_at_every_step(tmp_path: Path, step: str, victim: int) -> None:
+    go_on_without(tmp_path, step, victim)
+
+
+def go_on_without(folder: Path, step: str, victim: int) -> None:
+    fleet = skip_fleet(folder)
+    name = step.partition(":")[2]
+    slow = {"poll_seconds": 0.15, "max_poll_seconds": 0.3} if name == "roster" else {}
+    first = fleet.start(victim, Kill(step, ROUNDS if name in ("result", "final") else 1))
+    others = {i: fleet.start(i, **slow) for i in range(3) if i != victim}
+    assert join(first) in ((-9, 0) if name == "final" else (-9,)), fleet.ended(victim)
+    for replica, process in others.items():
+        assert join(process) == 0, fleet.ended(replica)
+    a, b = (fleet.ended(replica)["applied"] for replica in others)
+    assert a == b and len(a) == ROUNDS
+
+
+def test_skip_takes_it_back_in(tmp_path: Path) -> None:
+    """The killed replica returns without a record, joins from a checkpoint, and ends with the rest."""
+    fleet = Fleet(tmp_path, rounds=12, settings=skip_fleet(tmp_path).settings)
+    first = fleet.start(1, Kill("after:upload", 2))
+    others = {i: fleet.start(i) for i in (0, 2)}
+    assert join(first) == -9
+    back = fleet.start(1, fresh=True)
+    for replica, process in {**others, 1: back}.items():
+        assert join(process) == 0, fleet.ended(replica)
+    assert len({fleet.ended(replica)["digest"] for replica in range(3)}) == 1
