@@ -323,6 +323,6 @@ def test_fields_are_only_data() -> None:
 
 def test_every_truncation_is_refused() -> None:
     data = bytes(good())
-    for length in [*range(0, 300), len(data) - 64, len(data) - 1]:
+    for length in [*range(300), len(data) - 64, len(data) - 1]:
         with pytest.raises(ObjectCorrupt):
             check_chunk("int8", SIZES, data[:length])
