@@ -143,6 +143,7 @@ def test_a_killed_replica_comes_back_and_the_weights_are_those_of_an_undisturbed
     assert values["horizons"] == summary_of(undisturbed[0])["horizons"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_everything_and_resume_goes_on(recipe, undisturbed):
     folder = recipe.parent / "interrupted"
     with start(recipe, folder) as process:
