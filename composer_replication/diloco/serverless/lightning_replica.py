@@ -60,7 +60,7 @@ def train(recipe: Recipe, identity: Identity, uri: str, folder: Path) -> dict[st
     checkpoint = latest_checkpoint(folder / "checkpoints", identity.replica)
     print(f"goes on from {checkpoint}" if checkpoint else "starts from the beginning", flush=True)
     # Our checkpoints hold tensors and plain values only; where Lightning lets us say so, nothing else is loaded.
-    safe = {"weights_only": True} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
+    safe: dict[str, Any] = {"weights_only": True} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
     trainer.fit(module, **loaders, **(validation or {}), ckpt_path=checkpoint, **safe)
     final = folder / "final.ckpt"
     trainer.save_checkpoint(final, weights_only=True)

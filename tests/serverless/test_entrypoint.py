@@ -1,0 +1,140 @@
+"""The command that every executor starts: who it takes itself for, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from composer_replication import errors, isolate
+from composer_replication.diloco.serverless import LocalProcessExecutor, ReplicaSpec
+from composer_replication.diloco.serverless.executor import entrypoint_arguments
+from composer_replication.diloco.serverless.exit_codes import Exit
+from composer_replication.diloco.serverless.replica_entrypoint import _parser, _settings, exit_code, main
+
+RECIPE = """\
+name: small
+model: {name: byte_gpt, args: {width: 16, layers: 1, heads: 2, context: 16}}
+data: {name: text_bytes}
+fleet: {replicas: 3}
+output: elsewhere
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    file = tmp_path / "r.yaml"
+    file.write_text(RECIPE)
+    return f"--recipe={file}"
+
+
+@pytest.fixture(autouse=True)
+def _no_identity_in_the_environment(monkeypatch):
+    for name in (isolate.REPLICA, isolate.REPLICAS, isolate.STORE, isolate.LAUNCHER):
+        monkeypatch.delenv(name, raising=False)
+
+
+def settings(*arguments: str):
+    return _settings(_parser().parse_args(arguments))
+
+
+def test_identity_and_store_come_from_the_arguments(recipe):
+    identity, uri, loaded, folder = settings(
+        recipe, "--replica-id=2", "--num-replicas=3", "--rendezvous-uri=file:///s", "training.steps=7"
+    )
+    assert (identity.replica, identity.replicas, uri, loaded.training.steps) == (2, 3, "file:///s", 7)
+    assert folder.parts[-2:] == ("elsewhere", "replica-2")
+
+
+def test_or_from_the_environment_so_that_one_command_serves_every_container(recipe, monkeypatch):
+    monkeypatch.setenv(isolate.REPLICA, "1")
+    monkeypatch.setenv(isolate.REPLICAS, "3")
+    monkeypatch.setenv(isolate.STORE, "file:///s")
+    identity, uri, _, _ = settings(recipe)
+    assert (identity.replica, identity.replicas, uri) == (1, 3, "file:///s")
+    monkeypatch.delenv(isolate.REPLICAS)
+    assert settings(recipe)[0].replicas == 3  # the recipe's
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--replica-id=0", "--num-replicas=4", "--rendezvous-uri=file:///s"], "fleet.replicas=4"),
+        (["--replica-id=3", "--num-replicas=3", "--rendezvous-uri=file:///s"], "between 0 and 2"),
+        (["--num-replicas=3", "--rendezvous-uri=file:///s"], "replica"),
+        (["--replica-id=0"], "--rendezvous-uri"),
+        (["--replica-id=0", "--rendezvous-uri=file:///s", "training.stepz=1"], "'steps'"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence_and_exit_code_3(recipe, capsys, arguments, words):
+    assert main([recipe, *arguments]) == Exit.SETTINGS
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_a_spec_by_hand_becomes_a_recipe_with_the_fixed_interval():
+    spec = ReplicaSpec(
+        1, 4, "file:///s", "byte_gpt", {"name": "AdamW", "lr": 4e-4, "betas": [0.9, 0.95]}, 250, 0.6, 0.8, 7
+    )
+    identity, uri, recipe, _ = settings(*entrypoint_arguments(spec))
+    assert (identity.replica, identity.replicas, uri) == (1, 4, "file:///s")
+    assert (recipe.autoloco.policy, recipe.autoloco.base_horizon, recipe.training.steps) == ("fixed", 250, 1750)
+    assert (recipe.autoloco.outer_lr, recipe.autoloco.outer_momentum) == (0.6, 0.8)
+    assert (recipe.optimizer.name, recipe.optimizer.lr, recipe.optimizer.args) == (
+        "AdamW",
+        4e-4,
+        {"betas": [0.9, 0.95]},
+    )
+    own = ReplicaSpec(0, 1, "file:///s", "my_package.Model")
+    assert settings(*entrypoint_arguments(own))[2].model.class_ == "my_package.Model"
+
+
+@pytest.mark.parametrize("optimizer", ["{", "[1]"])
+def test_an_optimizer_that_is_no_json_object(capsys, optimizer):
+    arguments = ["--replica-id=0", "--num-replicas=1", "--rendezvous-uri=file:///s", f"--inner-optimizer={optimizer}"]
+    assert main(arguments) == Exit.SETTINGS
+    assert "--inner-optimizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.Fenced("x"), Exit.FENCED),
+        (errors.FleetMismatch("x"), Exit.SETTINGS),
+        (errors.ReplicaTaken("x"), Exit.SETTINGS),
+        (errors.RecipeError("x"), Exit.SETTINGS),
+        (errors.RoundAborted("x"), Exit.ABORTED),
+        (errors.RoundTimeout("x"), Exit.STORE),
+        (errors.Diverged("x"), Exit.DIVERGED),
+        (errors.ObjectMissing("x"), Exit.STORE),
+        (errors.Interrupted("x"), Exit.PREEMPTED),
+        (KeyError("x"), Exit.ERROR),
+    ],
+)
+def test_errors_and_exit_codes(error, code):
+    assert exit_code(error) == code
+
+
+@pytest.mark.processes
+def test_a_spec_by_hand_trains_without_a_recipe(tmp_path):
+    executor = LocalProcessExecutor(output=tmp_path / "out", env={"OMP_NUM_THREADS": "1"})
+    small = (
+        "model.args.width=16",
+        "model.args.layers=1",
+        "data.args.max_bytes=50000",
+        "data.args.validation_bytes=5000",
+    )
+    spec = ReplicaSpec(
+        0,
+        1,
+        (tmp_path / "store").as_uri(),
+        "byte_gpt",
+        {"name": "AdamW", "lr": 1e-2},
+        sync_every=5,
+        outer_rounds=3,
+        overrides=(*small, "training.accelerator=cpu"),
+    )
+    handles = executor.launch_replicas([spec])
+    (result,) = executor.collect(handles, timeout=200)
+    assert result.status == "completed", list(executor.stream_logs(handles[0]))
+    assert result.metrics["rounds"] == 3 and result.metrics["steps"] == 15 and result.metrics["digest"]
+    assert result.final_checkpoint_uri == (tmp_path / "out" / "replica-0" / "final.ckpt").as_uri()
+    assert any("round 2: 5 steps, fleet at 15" in line for line in executor.stream_logs(handles[0]))
