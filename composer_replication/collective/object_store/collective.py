@@ -22,15 +22,16 @@ from composer_replication.collective.layout import Layout
 from composer_replication.collective.object_store import checkpoints, keys
 from composer_replication.collective.object_store.checkpoints import Manifest
 from composer_replication.collective.object_store.driver import drive
+from composer_replication.collective.object_store.events import Closed, Fail, Job, Timing
 from composer_replication.collective.object_store.fleet import agree_on_fleet, claim_replica, heartbeat
 from composer_replication.collective.object_store.garbage import Collector
 from composer_replication.collective.object_store.heartbeat import Heartbeat
 from composer_replication.collective.object_store.history import Standing, decided, declared_base, plan_at, stand
+from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.requests import Requests
 from composer_replication.collective.object_store.roster import Mode, Plan, Policy
-from composer_replication.collective.object_store.round import Closed, Fail, Job, Timing
 from composer_replication.collective.object_store.shards import ShardWork, Trace
-from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, Roster, dump, load
+from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, dump, load
 from composer_replication.errors import (
     Diverged,
     Fenced,

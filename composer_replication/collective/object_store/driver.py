@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from composer_replication.collective.object_store.round import (
+from composer_replication.collective.object_store.events import (
     Action,
     Create,
     Done,
@@ -25,9 +25,8 @@ from composer_replication.collective.object_store.round import (
     Upload,
     Woke,
     Written,
-    advance,
-    begin,
 )
+from composer_replication.collective.object_store.round import advance, begin
 from composer_replication.collective.object_store.shards import ShardWork, Trace
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES
 from composer_replication.errors import ObjectExists, ObjectMissing

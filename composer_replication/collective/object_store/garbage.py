@@ -7,7 +7,8 @@ are deleted, pointers never.
 from __future__ import annotations
 
 from composer_replication.collective.object_store import checkpoints, keys
-from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, Roster
+from composer_replication.collective.object_store.pointers import Roster
+from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES
 from composer_replication.errors import ObjectMissing
 from composer_replication.store.base import ObjectStore
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_replication.collective.object_store import keys
-from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, parse_roster
+from composer_replication.collective.object_store.pointers import parse_roster
+from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES
 from composer_replication.errors import ObjectMissing, ReplicationError
 from composer_replication.store.base import ObjectStore
 

@@ -9,15 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from composer_replication.collective.object_store import keys
+from composer_replication.collective.object_store.pointers import Roster, parse_ready, parse_roster
 from composer_replication.collective.object_store.roster import Plan
-from composer_replication.collective.object_store.wire import (
-    MAX_POINTER_BYTES,
-    Roster,
-    load,
-    parse_ready,
-    parse_roster,
-    pointer_hash,
-)
+from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load, pointer_hash
 from composer_replication.errors import FleetMismatch, ObjectMissing
 from composer_replication.store.base import ObjectStore
 

@@ -12,7 +12,8 @@ from typing import Literal
 
 from composer_replication.collective.base import Report
 from composer_replication.collective.membership import select_members
-from composer_replication.collective.object_store.wire import Ready, Roster, pointer_hash
+from composer_replication.collective.object_store.pointers import Ready, Roster
+from composer_replication.collective.object_store.wire import pointer_hash
 
 __all__ = ["DIRECT_BYTES", "Declared", "Plan", "Policy", "propose", "shard_chunks", "takeover_order"]
 

@@ -17,8 +17,7 @@ from composer_replication.collective.base import Contribution
 from composer_replication.collective.codec import check_chunk, content_hash, decode_chunk, encode_chunk
 from composer_replication.collective.layout import Layout
 from composer_replication.collective.object_store import keys
-from composer_replication.collective.object_store.roster import shard_chunks
-from composer_replication.collective.object_store.round import (
+from composer_replication.collective.object_store.events import (
     Fetch,
     Fetched,
     Reduce,
@@ -27,7 +26,8 @@ from composer_replication.collective.object_store.round import (
     Unfetched,
     Uploaded,
 )
-from composer_replication.collective.object_store.wire import ChunkFact, Ready
+from composer_replication.collective.object_store.pointers import ChunkFact, Ready
+from composer_replication.collective.object_store.roster import shard_chunks
 from composer_replication.collective.reduce import parameter_parts, part_sizes, reduce_chunk
 from composer_replication.errors import ObjectCorrupt, ObjectMissing
 from composer_replication.store.base import ObjectStore

@@ -18,10 +18,7 @@ from unittest import mock
 from composer_replication.collective.base import Report
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store import round as machine
-from composer_replication.collective.object_store.garbage import Collector
-from composer_replication.collective.object_store.history import plan_at, stand
-from composer_replication.collective.object_store.roster import Mode, Policy, shard_chunks
-from composer_replication.collective.object_store.round import (
+from composer_replication.collective.object_store.events import (
     Create,
     Done,
     Fail,
@@ -42,10 +39,13 @@ from composer_replication.collective.object_store.round import (
     Uploaded,
     Woke,
     Written,
-    advance,
-    begin,
 )
-from composer_replication.collective.object_store.wire import ChunkFact, dump, load
+from composer_replication.collective.object_store.garbage import Collector
+from composer_replication.collective.object_store.history import plan_at, stand
+from composer_replication.collective.object_store.pointers import ChunkFact
+from composer_replication.collective.object_store.roster import Mode, Policy, shard_chunks
+from composer_replication.collective.object_store.round import advance, begin
+from composer_replication.collective.object_store.wire import dump, load
 from composer_replication.errors import ObjectExists, ObjectMissing, ReplicationError
 from composer_replication.store import MemoryStore
 
