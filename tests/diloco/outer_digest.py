@@ -1,6 +1,6 @@
 """Prints one hash over codecs, reduction, norms and outer step. Run in processes that differ in threads or CPU flags.
 
-python tests/diloco/outer_digest.py THREADS
+python tests/diloco/outer_digest.py THREADS [THREADS ...]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from composer_replication.diloco.outer_step import (
     pseudo_gradient,
 )
 
-ELEMENTS = 3 * LANES + 12_345  # several blocks of every kind, and a short one
+ELEMENTS = LANES + 40_001  # a whole block of every kind, large enough to be shared by four threads, and a short one
 
 
 def inputs(count: int) -> list[torch.Tensor]:
@@ -41,7 +41,7 @@ def main(threads: int) -> str:
     torch.set_num_threads(threads)
     anchor, momentum, first, second, third = inputs(5)
     hasher = xxhash.xxh3_128()
-    sizes = [5, 4096, 10_000, ELEMENTS - 14_101]
+    sizes = [5, 4096, 10_000, ELEMENTS - 14_101]  # of the chunk's parts
     gradients = [pseudo_gradient(anchor, local, torch.empty(ELEMENTS)) for local in (first, second, third)]
     for local in (first, second, third):
         hasher.update(difference_square_norm(anchor, local).hex().encode())
@@ -66,4 +66,5 @@ def main(threads: int) -> str:
 
 
 if __name__ == "__main__":
-    print(torch.backends.cpu.get_cpu_capability().replace(" ", "_"), main(int(sys.argv[1])))
+    capability = torch.backends.cpu.get_cpu_capability().replace(" ", "_")
+    print(capability, *(main(int(threads)) for threads in sys.argv[1:]))
