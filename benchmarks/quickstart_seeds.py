@@ -2,9 +2,8 @@
 
     python benchmarks/quickstart_seeds.py [--seeds 1 2 3] [--output docs/results/quickstart.json] [key=value ...]
 
-Launches `recipes/quickstart.yaml` and `recipes/diloco.yaml` for each seed, and prints a table with mean and spread. With
-`--output`, what each launch summed up is kept there; a file that is there already is read, and what it holds isn't run
-again.
+Launches `recipes/quickstart.yaml` and `recipes/diloco.yaml` for each seed and prints a table with mean and spread. With
+`--output`, what each launch summed up is kept there; what that file holds already isn't run again.
 """
 
 from __future__ import annotations
