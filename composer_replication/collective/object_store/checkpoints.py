@@ -17,9 +17,10 @@ from composer_replication.collective.base import Snapshot
 from composer_replication.collective.codec import content_hash, decode_chunk, encode_chunk
 from composer_replication.collective.layout import Layout
 from composer_replication.collective.object_store import keys
+from composer_replication.collective.object_store.requests import create
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, WIRE_VERSION, dump, load
 from composer_replication.collective.reduce import part_sizes
-from composer_replication.errors import ObjectCorrupt, ObjectExists, ObjectMissing
+from composer_replication.errors import ObjectCorrupt, ObjectMissing
 from composer_replication.store.base import ObjectStore
 
 __all__ = ["Manifest", "collect_checkpoints", "commit", "latest_round", "read", "write_blobs"]
@@ -66,10 +67,7 @@ def write_blobs(store: ObjectStore, run: str, snapshot: Snapshot, trace: Trace) 
 def commit(store: ObjectStore, manifest: Manifest, trace: Trace) -> None:
     """Make the checkpoint exist; one that is there already stays."""
     trace("before:manifest")
-    try:
-        store.put_if_absent(keys.manifest(manifest.round), manifest.data)
-    except ObjectExists:
-        pass
+    create(store, keys.manifest(manifest.round), manifest.data)
     trace("after:manifest")
 
 

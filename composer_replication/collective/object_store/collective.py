@@ -23,24 +23,21 @@ from composer_replication.collective.object_store import checkpoints, keys
 from composer_replication.collective.object_store.checkpoints import Manifest
 from composer_replication.collective.object_store.driver import drive
 from composer_replication.collective.object_store.events import Closed, Fail, Job, Timing
+from composer_replication.collective.object_store.failures import round_error
 from composer_replication.collective.object_store.fleet import agree_on_fleet, claim_replica, heartbeat
 from composer_replication.collective.object_store.garbage import Collector
 from composer_replication.collective.object_store.heartbeat import Heartbeat
-from composer_replication.collective.object_store.history import Standing, decided, declared_base, plan_at, stand
+from composer_replication.collective.object_store.history import plan_at
+from composer_replication.collective.object_store.joining import backed_off, check_known, first_state
 from composer_replication.collective.object_store.pointers import Roster
-from composer_replication.collective.object_store.requests import Requests
+from composer_replication.collective.object_store.requests import Requests, create
 from composer_replication.collective.object_store.roster import Mode, Plan, Policy
 from composer_replication.collective.object_store.shards import ShardWork, Trace
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, dump, load
 from composer_replication.errors import (
-    Diverged,
     Fenced,
-    FleetMismatch,
     Interrupted,
-    ObjectCorrupt,
-    ObjectExists,
     ObjectMissing,
-    RoundAborted,
     RoundError,
     RoundTimeout,
     StoreError,
@@ -243,9 +240,8 @@ class ObjectStoreCollective:
         heart = Heartbeat(self._raw, self._replica, self._incarnation, self._heartbeat_seconds, about)
         heart.start()
         self._heart = heart
-        snapshot = self._resume(offered) if resumed else self._begin(offered)
-        standing = self._stand(snapshot.round)
-        self._check_known(snapshot, standing)
+        snapshot = offered if resumed else self._first_state(offered)
+        standing = check_known(self._store, self._run, snapshot, strict=self._policy.strict, fleet=self.fleet)
         self._tip = standing.tip
         self._attempts = dict(standing.attempts)
         self._plan = plan_at(self._store, self._run, snapshot.round, snapshot.digest, self.fleet)
@@ -257,70 +253,18 @@ class ObjectStoreCollective:
         heart.look()
         return snapshot
 
-    def _begin(self, offered: Snapshot) -> Snapshot:
-        """The fleet's newest checkpoint; the lowest id writes the first one."""
-        if self._there(keys.FINAL):
-            raise FleetMismatch(f"{self._store.uri} holds a run that has finished: choose another prefix for a new one")
-        if offered.round != 0:
-            raise ValueError(f"a fresh start offers round 0, got {offered.round}")
-        give_up = self._clock() + self._start_timeout
-        pause = self._timing.poll_seconds
-        while True:
-            newest = checkpoints.latest_round(self._store)
-            if newest is None and self._there(keys.manifest(0)):  # a listing may be behind
-                newest = 0
-            if newest is not None:
-                try:
-                    return checkpoints.read(self._store, self._run, newest)
-                except ObjectMissing as error:
-                    if checkpoints.latest_round(self._store) == newest:
-                        raise ObjectCorrupt(f"the newest checkpoint is incomplete: {error}") from error
-                    continue  # it was collected while it was read: there is a newer one
-            if self._replica == min(self.fleet):
-                first = checkpoints.write_blobs(self._store, self._run, offered, self._trace)
-                checkpoints.commit(self._store, first, self._trace)
-                continue
-            if self._clock() >= give_up:
-                raise RoundTimeout(
-                    f"replica {min(self.fleet)} has not published the first weights in {self._start_timeout:g} s "
-                    f"({self._store.uri}): is it running, with the same store?"
-                )
-            self._pause(pause * (0.5 + 0.5 * self._jitter.random()))
-            pause = min(pause * 1.5, self._timing.max_poll_seconds)
-
-    def _resume(self, offered: Snapshot) -> Snapshot:
-        round = offered.round
-        if round > 0 and self._stand(round - 1).tip < round:
-            raise FleetMismatch(
-                f"this checkpoint is of round {round}, but round {round - 1} isn't closed in {self._store.uri}: "
-                "it belongs to another run; give that run's prefix, or start without the checkpoint"
-            )
-        return offered
-
-    def _stand(self, round: int) -> Standing:
-        return stand(self._store, self._run, round, strict=self._policy.strict)
-
-    def _check_known(self, snapshot: Snapshot, standing: Standing) -> None:
-        """Has the fleet been in this state at this round?"""
-        round, known = snapshot.round, set[str]()
-        if self._there(keys.manifest(round)):
-            content = load(self._store.get(keys.manifest(round)), keys.manifest(round))
-            known.add(str(content.get("digest")))
-        elif round == 0:
-            raise FleetMismatch(f"{self._store.uri} has no first weights: start without the checkpoint")
-        attempt = standing.attempts[round]
-        here = decided(self._store, self._run, round, attempt)
-        if here is not None and here.roster.kind == "roster":
-            known.add(here.roster.base)
-        elif not known:  # whoever is ahead has said from where it began this round
-            declared = (declared_base(self._store, self._run, round, attempt, replica) for replica in self.fleet)
-            known.update(base for base in declared if base is not None)
-        if known and snapshot.digest not in known:
-            raise FleetMismatch(
-                f"this checkpoint's state of round {round} ({snapshot.digest}) isn't the fleet's "
-                f"({', '.join(sorted(known))}) in {self._store.uri}: it belongs to another run, or is damaged; "
-                "start without it to join from the fleet's newest checkpoint"
-            )
+    def _first_state(self, offered: Snapshot) -> Snapshot:
+        return first_state(
+            self._store,
+            self._run,
+            offered,
+            replica=self._replica,
+            lowest=min(self.fleet),
+            timeout_seconds=self._start_timeout,
+            clock=self._clock,
+            pauses=backed_off(self._timing.poll_seconds, self._timing.max_poll_seconds, self._jitter, self._pause),
+            trace=self._trace,
+        )
 
     # -- rounds
 
@@ -376,7 +320,7 @@ class ObjectStoreCollective:
         assert self._collector is not None
         self._collector.wrote(round, work.blobs)
         if isinstance(ending, Fail):
-            raise self._error(plan, ending, layout)
+            raise round_error(ending, self._store, plan.round, self._replica, layout)
         if ending.closed is None:
             return None
         self._confirm(ending.closed)
@@ -447,43 +391,9 @@ class ObjectStoreCollective:
             **counts,
         )
 
-    def _error(self, plan: Plan, fail: Fail, layout: Layout) -> Exception:
-        where, me = f"round {plan.round} of {self._store.uri}", f"replica {self._replica}"
-        rejoin = "restart it without its own checkpoint: it joins from the fleet's newest one"
-        roster = fail.roster
-        match fail.kind:
-            case "aborted":
-                notes = [fail.reason]
-                if roster is not None and roster.missing:
-                    notes.append("missing: replica " + ", ".join(str(replica) for replica in roster.missing))
-                if roster is not None:
-                    notes += [f"replica {replica}: {why}" for replica, why in roster.differing.items()]
-                return RoundAborted(f"{where} was aborted: {'; '.join(notes)}")
-            case "diverged":
-                return Diverged(f"{where}: {fail.reason}. {me} is not averaged; {rejoin}")
-            case "behind":
-                return Diverged(f"{where} has been passed by everyone ({fail.reason}). {me} is behind; {rejoin}")
-            case "mismatch":
-                differences = self._tensor_differences(fail.reason, layout)
-                return FleetMismatch(f"{where}: {me} trained other tensors than the fleet: {differences}")
-            case "sealed":
-                return FleetMismatch(f"{where} is sealed ({fail.reason}): the run goes on elsewhere")
-            case "corrupt":
-                return ObjectCorrupt(f"{where}: {fail.reason}")
-            case "store":
-                return StoreError(f"{where}: {fail.reason}; the store doesn't show what was written to it")
-
-    def _tensor_differences(self, fingerprint: str, layout: Layout) -> str:
-        key = keys.layout(fingerprint)
-        try:
-            theirs = Layout.from_json(load(self._store.get(key, max_bytes=MAX_POINTER_BYTES), key))
-        except (StoreError, KeyError, TypeError, ValueError):
-            return f"layout {layout.fingerprint} here, {fingerprint} there"
-        return "; ".join(layout.differences(theirs)[:20])
-
     def _publish_layout(self, layout: Layout) -> None:
         if layout.fingerprint not in self._layouts:
-            self._create(keys.layout(layout.fingerprint), dump(layout.to_json()))
+            create(self._store, keys.layout(layout.fingerprint), dump(layout.to_json()))
             self._layouts.add(layout.fingerprint)
 
     # -- after a round
@@ -526,7 +436,8 @@ class ObjectStoreCollective:
         if any(found != digest for found in results.values()):
             return  # someone is still on the way, or ended elsewhere: final.json is for a unanimous end
         self._trace("before:final")
-        self._create(
+        create(
+            self._store,
             keys.FINAL,
             dump({"run": self._run, "rounds": roster.round + 1, "digest": digest, "replicas": list(results)}),
         )
@@ -548,24 +459,11 @@ class ObjectStoreCollective:
             self._heart.stop("closed")
         if self._incarnation:
             try:
-                self._create(keys.closed(self._replica, self._incarnation), b"{}")
+                create(self._store, keys.closed(self._replica, self._incarnation), b"{}")
             except StoreError:
                 pass  # whoever comes next finds out by the process, or by the heartbeat
 
     # -- inside
-
-    def _create(self, key: str, data: bytes) -> None:
-        try:
-            self._store.put_if_absent(key, data)
-        except ObjectExists:
-            pass
-
-    def _there(self, key: str) -> bool:
-        try:
-            self._store.get(key, max_bytes=MAX_POINTER_BYTES)
-            return True
-        except ObjectMissing:
-            return False
 
     def _drop_work(self) -> None:
         if self._work is not None:

@@ -21,9 +21,10 @@ from composer_replication.collective.codec import CODECS, content_hash, encode_c
 from composer_replication.collective.layout import Layout
 from composer_replication.collective.norms import square_norm
 from composer_replication.collective.object_store import keys
+from composer_replication.collective.object_store.requests import create, there
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, WIRE_VERSION, dump, load
 from composer_replication.collective.reduce import reduce_chunk
-from composer_replication.errors import FleetMismatch, ObjectExists, ObjectMissing, ReplicaTaken, StoreError
+from composer_replication.errors import FleetMismatch, ObjectExists, ReplicaTaken, StoreError
 from composer_replication.store.base import ObjectStore
 
 __all__ = ["Process", "agree_on_fleet", "claim_replica", "numerics_probe", "this_process"]
@@ -84,7 +85,7 @@ def claim_replica(
     while True:
         found = [n for n in (keys.incarnation_of(key) for key in store.list(keys.claims(replica))) if n is not None]
         last = max(found, default=0)
-        if last and not _there(store, keys.closed(replica, last)):
+        if last and not there(store, keys.closed(replica, last)):
             _refuse_if_alive(store, replica, last, me, heartbeat_seconds, clock, pause)
         key, claim = keys.claim(replica, last + 1), dump({"wire": WIRE_VERSION, "replica": replica, **asdict(me)})
         trace("before:claim")
@@ -192,17 +193,14 @@ def agree_on_fleet(
     trace: Callable[[str], None],
 ) -> str:
     """Write fleet.json, or find that it says the same. Gives the run's nonce; raises FleetMismatch."""
-    if resumed and not _there(store, keys.FLEET):
+    if resumed and not there(store, keys.FLEET):
         raise FleetMismatch(
             f"{store.uri} holds no run that could be resumed (no {keys.FLEET}): give the prefix that the checkpoint's "
             "run used, or start afresh without the checkpoint"
         )
     facts = {**own, "wire": WIRE_VERSION, "numerics": numerics_probe(), "layout": layout.to_json()}
     trace("before:fleet")
-    try:
-        store.put_if_absent(keys.FLEET, dump({**facts, "nonce": nonce or os.urandom(8).hex()}))
-    except ObjectExists:
-        pass
+    create(store, keys.FLEET, dump({**facts, "nonce": nonce or os.urandom(8).hex()}))
     trace("after:fleet")
     found = load(store.get(keys.FLEET, max_bytes=MAX_POINTER_BYTES), keys.FLEET)
     theirs = str(found.get("nonce", ""))
@@ -219,14 +217,6 @@ def agree_on_fleet(
             + ("" if len(lines) <= 20 else f"; and {len(lines) - 20} more")
         )
     return theirs
-
-
-def _there(store: ObjectStore, key: str) -> bool:
-    try:
-        store.get(key, max_bytes=MAX_POINTER_BYTES)
-        return True
-    except ObjectMissing:
-        return False
 
 
 def _layout_differences(layout: Layout, found: _Json, resumed: bool) -> list[str]:

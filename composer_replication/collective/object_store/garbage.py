@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from composer_replication.collective.object_store import checkpoints, keys
 from composer_replication.collective.object_store.pointers import Roster
-from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES
-from composer_replication.errors import ObjectMissing
+from composer_replication.collective.object_store.requests import there
 from composer_replication.store.base import ObjectStore
 
 __all__ = ["KEEP_ROUNDS", "Collector"]
@@ -62,16 +61,9 @@ class Collector:
     def _find_checkpoint(self, round: int) -> None:
         newest = round - round % self._every
         for candidate in (newest, newest - self._every):
-            if candidate > self._checkpoint and self._there(keys.manifest(candidate)):
+            if candidate > self._checkpoint and there(self._store, keys.manifest(candidate)):
                 older, self._checkpoint = self._checkpoint, candidate
                 # Two generations are kept: someone may be reading the older one.
                 if self._replica == min(self._present, default=self._replica):
                     checkpoints.collect_checkpoints(self._store, older)
                 return
-
-    def _there(self, key: str) -> bool:
-        try:
-            self._store.get(key, max_bytes=MAX_POINTER_BYTES)
-            return True
-        except ObjectMissing:
-            return False

@@ -13,6 +13,7 @@ from typing import Any
 
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.pointers import parse_roster
+from composer_replication.collective.object_store.requests import there
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES
 from composer_replication.errors import ObjectMissing, ReplicationError
 from composer_replication.store.base import ObjectStore
@@ -54,7 +55,7 @@ class Heartbeat:
         with self._lock:
             watched = self._watched
         try:
-            self.fenced = self.fenced or self._there(keys.claim(self._replica, self._incarnation + 1))
+            self.fenced = self.fenced or there(self._store, keys.claim(self._replica, self._incarnation + 1))
             if watched is None or self.overtaken:
                 return
             run, round, attempt = watched
@@ -105,10 +106,3 @@ class Heartbeat:
                 self._store.put(keys.member(self._replica), data)
         except (ReplicationError, TypeError, ValueError) as error:
             self.last_error = f"{type(error).__name__}: {error}"
-
-    def _there(self, key: str) -> bool:
-        try:
-            self._store.get(key, max_bytes=MAX_POINTER_BYTES)
-            return True
-        except ObjectMissing:
-            return False

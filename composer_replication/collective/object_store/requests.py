@@ -10,14 +10,32 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES
 from composer_replication.errors import ObjectCorrupt, ObjectExists, ObjectMissing, StoreError
 from composer_replication.store.base import Buffer, ObjectStore
 
-__all__ = ["RETRY_SECONDS", "Requests"]
+__all__ = ["RETRY_SECONDS", "Requests", "create", "there"]
 
 RETRY_SECONDS = (0.1, 0.3, 0.9)
 
 _T = TypeVar("_T")
+
+
+def there(store: ObjectStore, key: str) -> bool:
+    """Is there such a (small) object?"""
+    try:
+        store.get(key, max_bytes=MAX_POINTER_BYTES)
+        return True
+    except ObjectMissing:
+        return False
+
+
+def create(store: ObjectStore, key: str, data: Buffer) -> None:
+    """Create an object; one that is there already stays."""
+    try:
+        store.put_if_absent(key, data)
+    except ObjectExists:
+        pass
 
 
 class Requests:

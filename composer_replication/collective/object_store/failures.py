@@ -1,0 +1,56 @@
+"""How a round's failure is told: which error, what happened, and what to do."""
+
+from __future__ import annotations
+
+from composer_replication.collective.layout import Layout
+from composer_replication.collective.object_store import keys
+from composer_replication.collective.object_store.events import Fail
+from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
+from composer_replication.errors import (
+    Diverged,
+    FleetMismatch,
+    ObjectCorrupt,
+    ReplicationError,
+    RoundAborted,
+    StoreError,
+)
+from composer_replication.store.base import ObjectStore
+
+__all__ = ["round_error"]
+
+_REJOIN = "restart it without its own checkpoint, and it joins from the fleet's newest one"
+
+
+def round_error(fail: Fail, store: ObjectStore, round: int, replica: int, layout: Layout) -> ReplicationError:
+    """The error for `fail`. An aborted round reads alike on every replica."""
+    where, me, roster = f"round {round} of {store.uri}", f"replica {replica}", fail.roster
+    match fail.kind:
+        case "aborted":
+            notes = [fail.reason]
+            if roster is not None and roster.missing:
+                notes.append("missing: replica " + ", ".join(str(missing) for missing in roster.missing))
+            if roster is not None:
+                notes += [f"replica {other}: {why}" for other, why in roster.differing.items()]
+            return RoundAborted(f"{where} was aborted: {'; '.join(notes)}")
+        case "diverged":
+            return Diverged(f"{where}: {fail.reason}. {me} is not averaged; {_REJOIN}")
+        case "behind":
+            return Diverged(f"{where} has been passed by everyone ({fail.reason}). {me} is behind; {_REJOIN}")
+        case "mismatch":
+            differences = _tensor_differences(store, fail.reason, layout)
+            return FleetMismatch(f"{where}: {me} trained other tensors than the fleet: {differences}")
+        case "sealed":
+            return FleetMismatch(f"{where} is sealed ({fail.reason}): the run goes on elsewhere")
+        case "corrupt":
+            return ObjectCorrupt(f"{where}: {fail.reason}")
+        case "store":
+            return StoreError(f"{where}: {fail.reason}; the store doesn't show what was written to it")
+
+
+def _tensor_differences(store: ObjectStore, fingerprint: str, layout: Layout) -> str:
+    key = keys.layout(fingerprint)
+    try:
+        theirs = Layout.from_json(load(store.get(key, max_bytes=MAX_POINTER_BYTES), key))
+    except (StoreError, KeyError, TypeError, ValueError):
+        return f"layout {layout.fingerprint} here, {fingerprint} there"
+    return "; ".join(layout.differences(theirs)[:20])

@@ -1,0 +1,101 @@
+"""Where a replica begins: at the first weights, at the fleet's newest checkpoint, or at its own.
+
+Invariant: nobody trains from a state that the fleet hasn't been in.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from composer_replication.collective.base import Snapshot
+from composer_replication.collective.object_store import checkpoints, keys
+from composer_replication.collective.object_store.history import Standing, decided, declared_base, stand
+from composer_replication.collective.object_store.requests import there
+from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
+from composer_replication.errors import FleetMismatch, ObjectCorrupt, ObjectMissing, RoundTimeout
+from composer_replication.store.base import ObjectStore
+
+__all__ = ["backed_off", "check_known", "first_state"]
+
+
+def backed_off(least: float, most: float, jitter: random.Random, pause: Callable[[float], None]) -> Callable[[], None]:
+    """Pauses that grow from `least` to `most`, each shortened at random so that replicas don't ask in step."""
+    seconds = least
+
+    def next_pause() -> None:
+        nonlocal seconds
+        pause(seconds * (0.5 + 0.5 * jitter.random()))
+        seconds = min(seconds * 1.5, most)
+
+    return next_pause
+
+
+def first_state(
+    store: ObjectStore,
+    run: str,
+    offered: Snapshot,
+    *,
+    replica: int,
+    lowest: int,
+    timeout_seconds: float,
+    clock: Callable[[], float],
+    pauses: Callable[[], None],
+    trace: Callable[[str], None],
+) -> Snapshot:
+    """The fleet's newest checkpoint. The lowest id writes the first one; the others wait for it (RoundTimeout)."""
+    if there(store, keys.FINAL):
+        raise FleetMismatch(f"{store.uri} holds a run that has finished: choose another prefix for a new one")
+    if offered.round != 0:
+        raise ValueError(f"a fresh start offers round 0, got {offered.round}")
+    give_up = clock() + timeout_seconds
+    while True:
+        newest = checkpoints.latest_round(store)
+        if newest is None and there(store, keys.manifest(0)):  # a listing may be behind
+            newest = 0
+        if newest is not None:
+            try:
+                return checkpoints.read(store, run, newest)
+            except ObjectMissing as error:
+                if checkpoints.latest_round(store) == newest:
+                    raise ObjectCorrupt(f"the newest checkpoint is incomplete: {error}") from error
+                continue  # it was collected while it was read: there is a newer one
+        if replica == lowest:
+            checkpoints.commit(store, checkpoints.write_blobs(store, run, offered, trace), trace)
+            continue
+        if clock() >= give_up:
+            raise RoundTimeout(
+                f"replica {lowest} has not published the first weights in {timeout_seconds:g} s ({store.uri}): "
+                "is it running, with the same store?"
+            )
+        pauses()
+
+
+def check_known(store: ObjectStore, run: str, snapshot: Snapshot, *, strict: bool, fleet: tuple[int, ...]) -> Standing:
+    """Has the fleet been in this state at this round? Gives where the fleet stands now; raises FleetMismatch."""
+    round, known = snapshot.round, set[str]()
+    if round > 0 and stand(store, run, round - 1, strict=strict).tip < round:
+        raise FleetMismatch(
+            f"this checkpoint is of round {round}, but round {round - 1} isn't closed in {store.uri}: it belongs to "
+            "another run; give that run's prefix, or start without the checkpoint"
+        )
+    standing = stand(store, run, round, strict=strict)
+    key = keys.manifest(round)
+    if there(store, key):
+        known.add(str(load(store.get(key, max_bytes=MAX_POINTER_BYTES), key).get("digest")))
+    elif round == 0:
+        raise FleetMismatch(f"{store.uri} has no first weights: start without the checkpoint")
+    attempt = standing.attempts[round]
+    here = decided(store, run, round, attempt)
+    if here is not None and here.roster.kind == "roster":
+        known.add(here.roster.base)
+    elif not known:  # whoever is ahead has said from where it began this round
+        declared = (declared_base(store, run, round, attempt, replica) for replica in fleet)
+        known.update(base for base in declared if base is not None)
+    if known and snapshot.digest not in known:
+        raise FleetMismatch(
+            f"this checkpoint's state of round {round} ({snapshot.digest}) isn't the fleet's "
+            f"({', '.join(sorted(known))}) in {store.uri}: it belongs to another run, or is damaged; start without "
+            "it to join from the fleet's newest checkpoint"
+        )
+    return standing
