@@ -92,8 +92,9 @@ class Screen:
         if self._live is not None:
             self._live.update(_table(view), refresh=True)
             return
-        # One line whenever a round is closed or a replica's state changes.
-        key = (view.round, *(row.state for row in view.rows))
+        # One line whenever a round is closed or a replica comes, goes or fails; waiting is part of training.
+        ordinary = {"training", "waiting", "following"}
+        key = (view.round, *("" if row.state in ordinary else row.state for row in view.rows))
         if key != self._last:
             self._last = key
             self.say(_line(view))

@@ -7,18 +7,18 @@ costs a sentence and not a started fleet. Every RecipeError names the key and, w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from composer_replication.errors import RecipeError
 from composer_replication.recipe import schema
+from composer_replication.recipe.check import check
+from composer_replication.recipe.messages import Place, nearest
 from composer_replication.recipe.schema import Recipe
-from composer_replication.recipe.settings import outer_config, policy_of
 
-__all__ = ["claim_folder", "load_recipe", "nearest", "recipe_from", "to_yaml"]
+__all__ = ["claim_folder", "load_recipe", "recipe_from", "to_yaml"]
 
 _CREDENTIAL = re.compile(
     r"(^|_)(password|passwd|passphrase|secret|secrets|credential|credentials|api_?key|access_?key|private_?key"
@@ -27,20 +27,6 @@ _CREDENTIAL = re.compile(
     re.IGNORECASE,
 )
 _FREE = {"args", "trainer_args", "env"}  # sections whose keys are the user's own
-
-
-class _Place(NamedTuple):
-    """Where keys were written, for messages."""
-
-    file: str
-    lines: Mapping[str, int]
-    overridden: frozenset[str]
-
-    def of(self, key: str) -> str:
-        if key in self.overridden:
-            return f"{key} (given on the command line)"
-        line = self.lines.get(key)
-        return f"{self.file}:{line}: {key}" if line else f"{self.file}: {key}" if self.file else key
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -68,7 +54,7 @@ def recipe_from(text: str, overrides: Iterable[str] = (), *, file: str = "") -> 
         key, equals, _ = override.partition("=")
         if not equals or not key.strip():
             raise RecipeError(f"{override!r} isn't an override: write key=value, for example training.steps=120")
-    place = _Place(file, _lines(root), frozenset(o.partition("=")[0] for o in dotted))
+    place = Place(file, _lines(root), frozenset(o.partition("=")[0] for o in dotted))
     try:
         over = OmegaConf.from_dotlist(dotted)
         for part in (written, over):
@@ -82,7 +68,7 @@ def recipe_from(text: str, overrides: Iterable[str] = (), *, file: str = "") -> 
     except OmegaConfError as error:
         raise RecipeError(_explain(error, place)) from error
     assert isinstance(recipe, Recipe)
-    _check(recipe, place)
+    check(recipe, place)
     return recipe
 
 
@@ -113,12 +99,6 @@ def claim_folder(recipe: Recipe) -> Recipe:
             raise RecipeError(f"output: the folder {folder} can't be made: {error.strerror}") from error
     store = recipe.store if recipe.store.uri else replace(recipe.store, uri=(folder / "store").as_uri())
     return replace(recipe, output=str(folder), store=store)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """' Did you mean ...?' or nothing."""
-    close = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _omegaconf() -> tuple[Any, Any, Any]:
@@ -164,7 +144,7 @@ def _section(section: type, key: str) -> type | None:
     return None
 
 
-def _refuse_unknown(values: Any, section: type, prefix: str, place: _Place) -> None:
+def _refuse_unknown(values: Any, section: type, prefix: str, place: Place) -> None:
     assert is_dataclass(section)
     if not isinstance(values, Mapping):
         if values is None or prefix == "":
@@ -194,7 +174,7 @@ def _elsewhere(key: str) -> str:
     return ""
 
 
-def _refuse_credentials(values: Any, prefix: str, place: _Place) -> None:
+def _refuse_credentials(values: Any, prefix: str, place: Place) -> None:
     if isinstance(values, Mapping):
         for key, value in values.items():
             dotted = f"{prefix}{key}"
@@ -229,7 +209,7 @@ def _escaped(value: Any) -> Any:
     return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
-def _explain(error: Any, place: _Place) -> str:
+def _explain(error: Any, place: Place) -> str:
     key = str(getattr(error, "full_key", None) or "").replace("class_", "class")
     first = str(error).splitlines()[0].replace("class_", "class")
     found = re.match(
@@ -239,72 +219,3 @@ def _explain(error: Any, place: _Place) -> str:
         kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "bool": "true or false"}
         return f"{place.of(key)} must be {kinds.get(found['kind'], found['kind'])}, not {found['value']!r}"
     return f"{place.of(key)}: {first}" if key else f"{place.file or 'the recipe'}: {first}"
-
-
-def _check(recipe: Recipe, place: _Place) -> None:
-    def refuse(key: str, wanted: str) -> None:
-        value: Any = recipe
-        for part in key.split("."):
-            value = getattr(value, part)
-        raise RecipeError(f"{place.of(key)} must be {wanted}, not {value!r}")
-
-    def one_of(key: str, value: str, known: Sequence[str]) -> None:
-        if value not in known:
-            raise RecipeError(
-                f"{place.of(key)} must be one of {', '.join(known)}, not {value!r}.{nearest(value, known)}"
-            )
-
-    if recipe.trainer == "composer":
-        raise RecipeError(
-            f"{place.of('trainer')}: this version trains with lightning only; write 'trainer: lightning', or add our "
-            "Lightning callback to a Trainer of your own"
-        )
-    one_of("trainer", recipe.trainer, ("lightning",))
-    one_of("executor.name", recipe.executor.name, ("local",))
-    one_of("codec", recipe.codec, ("float32", "bfloat16", "int8"))
-    one_of("scheduler.name", recipe.scheduler.name, ("cosine", "linear", "constant"))
-    one_of("fleet.failure_policy", recipe.fleet.failure_policy, ("strict", "skip"))
-    one_of("autoloco.outer_device", recipe.autoloco.outer_device, ("cpu", "model"))
-    one_of("autoloco.buffers", recipe.autoloco.buffers, ("average", "local"))
-    one_of("autoloco.weighting", recipe.autoloco.weighting, ("equal", "tokens"))
-    one_of("autoloco.validate_with", recipe.autoloco.validate_with, ("local", "shared"))
-    for name in ("model", "data"):
-        section = getattr(recipe, name)
-        if (section.name is None) == (section.class_ is None):
-            said = "both" if section.name else "neither"
-            raise RecipeError(
-                f"{place.of(name)}: give {name}.name (built in) or {name}.class (the import path of your own), "
-                f"not {said}"
-            )
-    at_least_one = (
-        "training.steps training.accumulate training.log_every training.devices training.threads "
-        "training.validate_every fleet.replicas fleet.min_replicas fleet.checkpoint_every_rounds "
-        "fleet.shared_checkpoint_every_rounds"
-    )
-    for key in at_least_one.split():
-        section, field = key.split(".")
-        value = getattr(getattr(recipe, section), field)
-        if value is not None and value < 1:
-            refuse(key, "at least 1")
-    if recipe.fleet.min_replicas is not None and recipe.fleet.min_replicas > recipe.fleet.replicas:
-        refuse("fleet.min_replicas", f"at most fleet.replicas ({recipe.fleet.replicas})")
-    for key in ("executor.restarts", "executor.backoff_seconds", "executor.grace_seconds", "scheduler.warmup_steps"):
-        section, field = key.split(".")
-        if not getattr(getattr(recipe, section), field) >= 0:
-            refuse(key, "0 or more")
-    if not 0 <= recipe.training.seed < 2**32:
-        refuse("training.seed", "between 0 and 4294967295")
-    if not 0 < recipe.fleet.timeout_seconds < float("inf"):
-        refuse("fleet.timeout_seconds", "a positive number")
-    if not 0 < recipe.optimizer.lr < float("inf"):
-        refuse("optimizer.lr", "a positive number")
-    if not 0 <= recipe.scheduler.final_fraction <= 1:
-        refuse("scheduler.final_fraction", "between 0 and 1")
-    if recipe.scheduler.warmup_steps > recipe.training.steps:
-        refuse("scheduler.warmup_steps", f"at most training.steps ({recipe.training.steps})")
-    try:
-        outer_config(recipe)
-        policy_of(recipe)
-    except RecipeError as error:
-        key, _, message = str(error).partition(": ")
-        raise RecipeError(f"{place.of(key)}: {message}") from error

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from composer_replication.diloco.serverless.allreduce import MockManager, ObjectStoreAllReduce
+    from composer_replication.diloco.serverless.allreduce import ObjectStoreAllReduce
     from composer_replication.diloco.serverless.executor import (
         BaseExecutor,
         CollectTimeout,
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
         ServerlessExecutor,
     )
     from composer_replication.diloco.serverless.local_process import LocalProcessExecutor
+    from composer_replication.diloco.serverless.manager import MockManager
 
 _HOME = {
     "BaseExecutor": "executor",
     "CollectTimeout": "executor",
     "LocalProcessExecutor": "local_process",
-    "MockManager": "allreduce",
+    "MockManager": "manager",
     "ObjectStoreAllReduce": "allreduce",
     "ReplicaHandle": "executor",
     "ReplicaResult": "executor",

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from composer_replication import tasks
 from composer_replication.errors import RecipeError
-from composer_replication.recipe.load import nearest
+from composer_replication.recipe.messages import nearest
 from composer_replication.recipe.schema import DataSection, ModelSection, Recipe
 from composer_replication.tasks.optim import build_optimizer, build_scheduler
 

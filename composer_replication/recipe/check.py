@@ -1,0 +1,87 @@
+"""Values that a type doesn't rule out, looked at before anything is started.
+
+Invariant: a recipe that passes gives settings that the core accepts; each refusal names one key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from composer_replication.errors import RecipeError
+from composer_replication.recipe.messages import Place, nearest
+from composer_replication.recipe.schema import Recipe
+from composer_replication.recipe.settings import outer_config, policy_of
+
+__all__ = ["check"]
+
+
+def check(recipe: Recipe, place: Place) -> None:
+    """Raise RecipeError for the first value that can't work."""
+
+    def refuse(key: str, wanted: str) -> None:
+        value: Any = recipe
+        for part in key.split("."):
+            value = getattr(value, part)
+        raise RecipeError(f"{place.of(key)} must be {wanted}, not {value!r}")
+
+    def one_of(key: str, value: str, known: Sequence[str]) -> None:
+        if value not in known:
+            raise RecipeError(
+                f"{place.of(key)} must be one of {', '.join(known)}, not {value!r}.{nearest(value, known)}"
+            )
+
+    if recipe.trainer == "composer":
+        raise RecipeError(
+            f"{place.of('trainer')}: this version trains with lightning only; write 'trainer: lightning', or add our "
+            "Lightning callback to a Trainer of your own"
+        )
+    one_of("trainer", recipe.trainer, ("lightning",))
+    one_of("executor.name", recipe.executor.name, ("local",))
+    one_of("codec", recipe.codec, ("float32", "bfloat16", "int8"))
+    one_of("scheduler.name", recipe.scheduler.name, ("cosine", "linear", "constant"))
+    one_of("fleet.failure_policy", recipe.fleet.failure_policy, ("strict", "skip"))
+    one_of("autoloco.outer_device", recipe.autoloco.outer_device, ("cpu", "model"))
+    one_of("autoloco.buffers", recipe.autoloco.buffers, ("average", "local"))
+    one_of("autoloco.weighting", recipe.autoloco.weighting, ("equal", "tokens"))
+    one_of("autoloco.validate_with", recipe.autoloco.validate_with, ("local", "shared"))
+    for name in ("model", "data"):
+        section = getattr(recipe, name)
+        if (section.name is None) == (section.class_ is None):
+            said = "both" if section.name else "neither"
+            raise RecipeError(
+                f"{place.of(name)}: give {name}.name (built in) or {name}.class (the import path of your own), "
+                f"not {said}"
+            )
+    at_least_one = (
+        "training.steps training.accumulate training.log_every training.devices training.threads "
+        "training.validate_every fleet.replicas fleet.min_replicas fleet.checkpoint_every_rounds "
+        "fleet.shared_checkpoint_every_rounds"
+    )
+    for key in at_least_one.split():
+        section, field = key.split(".")
+        value = getattr(getattr(recipe, section), field)
+        if value is not None and value < 1:
+            refuse(key, "at least 1")
+    if recipe.fleet.min_replicas is not None and recipe.fleet.min_replicas > recipe.fleet.replicas:
+        refuse("fleet.min_replicas", f"at most fleet.replicas ({recipe.fleet.replicas})")
+    for key in ("executor.restarts", "executor.backoff_seconds", "executor.grace_seconds", "scheduler.warmup_steps"):
+        section, field = key.split(".")
+        if not getattr(getattr(recipe, section), field) >= 0:
+            refuse(key, "0 or more")
+    if not 0 <= recipe.training.seed < 2**32:
+        refuse("training.seed", "between 0 and 4294967295")
+    if not 0 < recipe.fleet.timeout_seconds < float("inf"):
+        refuse("fleet.timeout_seconds", "a positive number")
+    if not 0 < recipe.optimizer.lr < float("inf"):
+        refuse("optimizer.lr", "a positive number")
+    if not 0 <= recipe.scheduler.final_fraction <= 1:
+        refuse("scheduler.final_fraction", "between 0 and 1")
+    if recipe.scheduler.warmup_steps > recipe.training.steps:
+        refuse("scheduler.warmup_steps", f"at most training.steps ({recipe.training.steps})")
+    try:
+        outer_config(recipe)
+        policy_of(recipe)
+    except RecipeError as error:
+        key, _, message = str(error).partition(": ")
+        raise RecipeError(f"{place.of(key)}: {message}") from error
