@@ -211,14 +211,14 @@ class AutoLoCoCallback(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer, pl_module)
 
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Fit:
-        saved, self._stash = self._stash, None
-        if saved is not None:
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        stash = self._stash
+        saved = stash["fit_state"] if stash is not None else None
+        if stash is not None:
             # A checkpoint of a run that has ended is where the next run starts.
-            self._fits = saved["fit"] + (1 if saved["fit_state"]["loop"]["ended"] else 0)
-            if saved["fit_state"]["loop"]["ended"]:
-                saved = None
-        elif self._fit is not None:
+            self._fits = stash["fit"] + int(stash["fit_state"]["loop"]["ended"])
+            saved = None if stash["fit_state"]["loop"]["ended"] else saved
+        elif self.final is not None:
             self._fits += 1
         self.rounds, self.final = [], None
 
@@ -231,11 +231,13 @@ class AutoLoCoCallback(pl.Callback):
         self._fit = Fit(trainer, pl_module, self._meet(self._fits), self._options, closed)
         try:
             with _preemption():
-                self._fit.start(saved["fit_state"] if saved is not None else None)
+                self._stash = None
+                self._fit.start(saved)
         except BaseException:
-            self._fit.stop()
+            # Nothing has begun here: what is on the disk stays the newest there is.
+            self._stash, fit, self._fit = stash, self._fit, None
+            fit.stop()
             raise
-        return self._fit
 
     @override
     def on_train_batch_start(
@@ -269,7 +271,9 @@ class AutoLoCoCallback(pl.Callback):
         # complete but for the wait for the others. Both still belong to the fleet until its run ends.
         if self._stash is not None and self._stash["fit_state"]["loop"]["ended"]:
             self.final = final_of(self._stash["fit_state"]["loop"])
-        elif self._stash is not None or (trainer.fit_loop.max_batches == 0 and self._running() is None):
+            return
+        nothing = trainer.fit_loop.max_batches == 0 or trainer.limit_train_batches == 0
+        if self._stash is not None or (nothing and self._running() is None and self.final is None):
             self._begin(trainer, pl_module)
             self._end(trainer)
 
@@ -287,14 +291,16 @@ class AutoLoCoCallback(pl.Callback):
         fit = self._running()
         if fit is None:
             return
-        if isinstance(exception, SIGTERMException):
-            self._save(trainer)
-            fit.publish("preempted")
-            exception.code = _PREEMPTED
-        else:
-            text = " ".join(f"{type(exception).__name__}: {exception}".split())
-            fit.publish("failed", error=text[:300])
-        fit.stop()
+        try:
+            if isinstance(exception, SIGTERMException):
+                self._save(trainer)
+                fit.publish("preempted")
+                exception.code = _PREEMPTED
+            else:
+                text = " ".join(f"{type(exception).__name__}: {exception}".split())
+                fit.publish("failed", error=text[:300])
+        finally:
+            fit.stop()
 
     # -- validation ----------------------------------------------------------------------------------------------
 

@@ -6,18 +6,29 @@ Invariant: a loader that every replica would read in full is never passed over i
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from composer_replication.isolate import Identity, read_identity
 
-__all__ = ["ShardedIterable", "fingerprint", "is_resumable", "shard_iterable", "shuffle_seed", "unsharded_reason"]
+__all__ = [
+    "ShardedIterable",
+    "equal_first_batches",
+    "fingerprint",
+    "forgets_its_place",
+    "shard_iterable",
+    "shuffle_seed",
+    "unsharded_reason",
+    "unsharded_reasons",
+]
 
 
 class ShardedIterable(IterableDataset[Any]):
@@ -71,6 +82,10 @@ def unsharded_reason(loader: Any, identity: Identity) -> str | None:
     return None
 
 
+def unsharded_reasons(loaders: Sequence[Any], identity: Identity) -> list[str]:
+    return [reason for loader in loaders if (reason := unsharded_reason(loader, identity)) is not None]
+
+
 def shuffle_seed(loaders: Sequence[Any]) -> int | None:
     """The seed that the shards of shuffled loaders are cut with: shards overlap unless it is equal everywhere."""
     for loader in loaders:
@@ -80,8 +95,15 @@ def shuffle_seed(loaders: Sequence[Any]) -> int | None:
     return None
 
 
-def is_resumable(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+def forgets_its_place(trainer: Trainer, loaders: Sequence[Any]) -> bool:
+    """True if a resume inside an epoch starts its data over, and Lightning doesn't say so itself."""
+    length, within = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    if not 0 < within < length or all(
+        hasattr(one, "state_dict") and hasattr(one, "load_state_dict") for one in loaders
+    ):
+        return False
+    # Lightning compares steps with an epoch's steps, where the length is known.
+    return math.isinf(length) or trainer.global_step % math.ceil(length / trainer.accumulate_grad_batches) == 0
 
 
 def fingerprint(batch: Any) -> float:
@@ -89,6 +111,14 @@ def fingerprint(batch: Any) -> float:
     hasher = hashlib.blake2b(digest_size=6)
     _update(hasher, batch)
     return float(int.from_bytes(hasher.digest(), "big"))
+
+
+def equal_first_batches(replica: int, members: Mapping[int, Mapping[str, float]]) -> list[int]:
+    """The other replicas whose first batch was the same as ours."""
+    mine = members.get(replica, {}).get("first_batch")
+    if mine is None:
+        return []
+    return sorted(r for r, metrics in members.items() if r != replica and metrics.get("first_batch") == mine)
 
 
 def _update(hasher: Any, value: Any) -> None:

@@ -7,7 +7,6 @@ two batches, never inside an accumulation window.
 from __future__ import annotations
 
 import json
-import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,8 +24,14 @@ from composer_replication.diloco.repair import repair_optimizer_state
 from composer_replication.diloco.summary import FinalSummary, RoundSummary
 from composer_replication.isolate import Identity
 from composer_replication.lightning import rates, state
-from composer_replication.lightning.data import fingerprint, is_resumable, shuffle_seed, unsharded_reason
-from composer_replication.lightning.report import Interval, equal_first_batches
+from composer_replication.lightning.data import (
+    equal_first_batches,
+    fingerprint,
+    forgets_its_place,
+    shuffle_seed,
+    unsharded_reasons,
+)
+from composer_replication.lightning.report import Interval
 from composer_replication.lightning.steps import StepRecorder
 from composer_replication.lightning.strategy import LocalReplicaStrategy
 from composer_replication.lightning.tokens import TokenFunction, count_tokens
@@ -97,8 +102,6 @@ class Fit:
             self.skipped, self._counting = saved["skipped"], saved["counting"]
             self._tokens = saved["loop"]["interval"]["tokens"]
             self._look_at_first_batch = False
-        elif self.trainer.is_last_batch:
-            self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False  # left over from the fit before
         self._check_data(resumed=saved is not None)
         joined = self.loop.start(self.preview())
         self._forward(joined.fast_forward)
@@ -110,6 +113,8 @@ class Fit:
             state.restore_random_state(saved["random"], self.module.device)
             if self.loop.due or self.loop.overtaken:  # it was stopped while it waited for the others
                 self._close()
+            if self.loop.left:  # it was stopped while it followed the others to the end
+                self.trainer.should_stop = True
         self.publish("training")
 
     def _say(self, message: str) -> None:
@@ -121,12 +126,10 @@ class Fit:
         return list(combined.flattened) if combined is not None else []
 
     def _check_data(self, *, resumed: bool) -> None:
-        trainer, loaders = self.trainer, self._loaders()
-        if isinstance(trainer.strategy, LocalReplicaStrategy):
-            for reason in filter(None, (unsharded_reason(one, self.options.identity) for one in loaders)):
+        if isinstance(self.trainer.strategy, LocalReplicaStrategy):
+            for reason in unsharded_reasons(self._loaders(), self.options.identity):
                 self._say(f"replicas may train on the same samples: a training loader isn't sharded; {reason}")
-        length, within = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if resumed and 0 < within < length and not all(map(is_resumable, loaders)) and not _warned_by_trainer(trainer):
+        if resumed and forgets_its_place(self.trainer, self._loaders()):
             self._say(
                 "this resumes in the middle of an epoch, and the training loader can't say where it was: the epoch's "
                 "first samples will be seen again; a loader with state_dict and load_state_dict resumes exactly"
@@ -243,16 +246,12 @@ class Fit:
     def _compare_first_batches(self, summary: RoundSummary) -> None:
         same = equal_first_batches(self.options.identity.replica, summary.member_metrics)
         if same:
-            reasons = filter(None, (unsharded_reason(one, self.options.identity) for one in self._loaders()))
-            why = next(reasons, "its sampler may ignore the replica's rank")
-            hint = (
-                ""
-                if isinstance(self.trainer.strategy, LocalReplicaStrategy)
-                else "; strategy='local_replica' shards it"
-            )
+            reasons = unsharded_reasons(self._loaders(), self.options.identity)
+            why = reasons[0] if reasons else "its sampler may ignore the replica's rank"
+            if not isinstance(self.trainer.strategy, LocalReplicaStrategy):
+                why += "; strategy='local_replica' shards it"
             self._say(
-                f"replicas {same} began with the same batch as this one: they may all train on the same data "
-                f"({why}{hint})"
+                f"replicas {same} began with the same batch as this one: they may all train on the same data ({why})"
             )
 
     # -- for people and checkpoints ------------------------------------------------------------------------------
@@ -293,12 +292,6 @@ def final_of(ended: Mapping[str, Any]) -> FinalSummary:
     """How a run ended, from the state of its outer loop after the end."""
     shared, totals = json.loads(ended["shared"]), ended["totals"]
     return FinalSummary(rounds=shared["round"], position=shared["position"], digest=ended["digest"], **totals)
-
-
-def _warned_by_trainer(trainer: pl.Trainer) -> bool:
-    """Lightning says itself that it can't rewind a loader, where lengths let it."""
-    length = trainer.num_training_batches
-    return math.isfinite(length) and trainer.global_step % math.ceil(length / trainer.accumulate_grad_batches) != 0
 
 
 def _primary(trainer: pl.Trainer, named: int | None) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-__all__ = ["Interval", "equal_first_batches", "log_round"]
+__all__ = ["Interval", "log_round"]
 
 
 class Interval:
@@ -67,11 +67,3 @@ def log_round(trainer: Trainer, module: LightningModule, metrics: Mapping[str, f
     for name, value in bar.items():
         if value is not None:
             module.log(name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
-
-
-def equal_first_batches(replica: int, members: Mapping[int, Mapping[str, float]]) -> list[int]:
-    """The other replicas whose first batch was the same as ours."""
-    mine = members.get(replica, {}).get("first_batch")
-    if mine is None:
-        return []
-    return sorted(r for r, metrics in members.items() if r != replica and metrics.get("first_batch") == mine)

@@ -203,6 +203,37 @@ def test_the_final_checkpoint_is_the_fleet_s(tmp_path: Any) -> None:
     ]
 
 
+def test_a_replica_with_nothing_to_train_joins_and_follows() -> None:
+    def replica(index: int, collective: Any) -> Any:
+        module = Tiny(seed=index)
+        limit = 1.0 if index else 0
+        ours = callback(collective)
+        trainer(ours, max_epochs=1, limit_train_batches=limit, strategy="auto").fit(module, loader(8))
+        return weights(module), ours
+
+    (first, ours), (second, _) = in_threads(2, replica)
+    assert_same_bits(first, second)
+    assert [summary.members for summary in ours.rounds] == [(1,)] and ours.final.position == 8
+
+
+def test_after_an_error_the_same_run_can_be_joined_again() -> None:
+    runs: list[int] = []
+
+    def meet(fit: int) -> Any:
+        runs.append(fit)
+        return InProcessFleet(1).collectives()[0]
+
+    class Broken(Tiny):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            raise RuntimeError("once")
+
+    ours = callback(meet, replica=0, replicas=1)
+    with pytest.raises(RuntimeError, match="once"):
+        trainer(ours, max_epochs=1).fit(Broken(), loader(8))
+    trainer(ours, max_epochs=1).fit(Tiny(), loader(8))
+    assert runs == [0, 0]
+
+
 def test_an_error_in_training_is_published_and_passed_on() -> None:
     class Broken(Tiny):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

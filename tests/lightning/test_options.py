@@ -22,6 +22,7 @@ from composer_replication.lightning.strategy import register
 from composer_replication.lightning_zero_edit import callbacks
 from tests.lightning.helpers import QUIET, Tiny, callback, in_threads, loader, trainer
 
+ROOT = Path(__file__).parent.parent.parent
 WHO: dict[str, Any] = {"replica": 0, "replicas": 2}
 
 
@@ -131,6 +132,19 @@ def test_the_strategy_is_registered_once() -> None:
 def test_a_replica_of_several_processes_is_refused(settings: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="one process on one device per replica.*use devices=1"):
         Trainer(**{**QUIET, **settings})
+
+
+def test_a_launcher_s_world_is_left_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started by torchrun as process 3 of 4, each a replica: Lightning sees one process."""
+    world = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    ours = AutoLoCoCallback("memory://", base_horizon=4, launcher="torchrun")
+    fit = trainer(ours)
+    assert (fit.world_size, fit.global_rank, fit.local_rank, fit.is_global_zero) == (1, 0, 0, True)
+    fit.strategy.connect(Tiny())
+    fit.strategy.lightning_module.trainer = fit
+    assert fit.strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 3}
 
 
 def test_other_strategies_of_several_processes_are_refused_by_the_callback() -> None:
@@ -244,6 +258,29 @@ def test_zero_edit_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setenv("COMPOSER_REPLICATION_STORE", (tmp_path / "run").as_uri())
     (ours,) = callbacks()
     assert isinstance(ours, AutoLoCoCallback) and ours.policy.name == "fixed"
+
+
+def test_zero_edit_mode_through_lightning_s_entry_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As installed: the entry point of pyproject.toml, in a distribution of its own."""
+    line = next(
+        line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "lightning_zero_edit:callbacks" in line
+    )
+    info = tmp_path / "as_installed-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: as-installed\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[lightning.pytorch.callbacks_factory]\n{line.replace(chr(34), '')}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not any(isinstance(one, AutoLoCoCallback) for one in Trainer(**QUIET).callbacks)
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps({"base_horizon": 4, "policy": "fixed"}))
+    for name, value in (("ENABLE", "1"), ("SETTINGS", settings), ("REPLICA", "0"), ("REPLICAS", "1")):
+        monkeypatch.setenv(f"COMPOSER_REPLICATION_{name}", str(value))
+    monkeypatch.setenv("COMPOSER_REPLICATION_STORE", (tmp_path / "run").as_uri())
+    fit = Trainer(**{**QUIET, "strategy": "auto"}, max_epochs=1)
+    fit.fit(Tiny(), loader(6))
+    (ours,) = [one for one in fit.callbacks if isinstance(one, AutoLoCoCallback)]
+    assert [summary.steps for summary in ours.rounds] == [4, 2]
+    assert (tmp_path / "run" / "fleet.json").is_file()
 
 
 def test_zero_edit_mode_is_free_when_it_is_off() -> None:
