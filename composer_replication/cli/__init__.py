@@ -49,10 +49,10 @@ exit code: 0 all replicas completed, 1 a replica failed, 2 wrong recipe or argum
 _STATUS = """\
 examples:
   composer-replication status file:///shared/run1
-  composer-replication status runs/quickstart/store --watch
+  composer-replication status runs/quickstart --watch
   composer-replication status file:///shared/run1 --json | jq .round
 
-Reads the store and writes nothing. For a run on this machine, the store is the folder 'store' in the run's folder.
+Reads the store and writes nothing.
 """
 
 _SCHEDULE = """\
@@ -105,7 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("--plain", action="store_true", help="lines instead of a live table")
 
     status = command("status", "show how a run stands", _STATUS)
-    status.add_argument("uri", metavar="URI", help="the run's store: file:///folder or a folder")
+    status.add_argument(
+        "uri",
+        metavar="URI",
+        help="the run's store (file:///folder, or a folder), or the folder of a run on this machine",
+    )
     status.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
     status.add_argument("--json", action="store_true", help="for programs: one JSON object (one a line with --watch)")
     status.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="pause of --watch (default 2)")

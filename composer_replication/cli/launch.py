@@ -20,6 +20,7 @@ from composer_replication.diloco.serverless.components import check_components
 from composer_replication.diloco.serverless.executor import ReplicaHandle, ReplicaSpec
 from composer_replication.diloco.serverless.exit_codes import describe
 from composer_replication.diloco.serverless.local_process import LocalProcessExecutor
+from composer_replication.diloco.serverless.replica_entrypoint import check_writable
 from composer_replication.errors import RecipeError
 from composer_replication.recipe import Recipe, claim_folder, load_recipe, policy_of, to_yaml
 from composer_replication.store import ObjectStore, open_store
@@ -32,6 +33,12 @@ RECIPE_FILE = "recipe.yaml"
 
 def launch(path: str, overrides: Sequence[str], *, dry_run: bool, resume: bool, plain: bool) -> int:
     recipe = load_recipe(path, overrides)
+    if (
+        recipe.store.uri and "://" not in recipe.store.uri
+    ):  # the replicas are told one that doesn't depend on the folder
+        recipe = replace(
+            recipe, store=replace(recipe.store, uri=Path(recipe.store.uri).expanduser().absolute().as_uri())
+        )
     check_components(recipe)
     if recipe.store.uri and not resume:
         _refuse_used_store(recipe.store.uri)
@@ -39,13 +46,11 @@ def launch(path: str, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
         print(to_yaml(recipe), end="")
         print(f"# fine: {_intention(recipe)}. Nothing was started.")
         return 0
+    store = _open(recipe.store.uri) if recipe.store.uri else None  # before a folder is made
     recipe = _resumed(recipe) if resume else claim_folder(recipe)
     assert recipe.output is not None and recipe.store.uri is not None
     folder = Path(recipe.output)
-    try:
-        store = open_store(recipe.store.uri)
-    except ValueError as error:
-        raise RecipeError(f"store.uri: {error}") from error
+    store = store if store is not None else _open(recipe.store.uri)
     (folder / RECIPE_FILE).write_text(to_yaml(recipe), encoding="utf-8")
     executor = _executor(recipe, folder)
     specs = [
@@ -93,6 +98,16 @@ def _refuse_used_store(uri: str) -> None:
             f"store.uri: there is a run in {uri} already. Give another place (store.uri=...), leave store.uri out to "
             "use a folder of the run's own, or go on with that run: launch its recipe.yaml with --resume"
         )
+
+
+def _open(uri: str) -> ObjectStore:
+    """The store, tried: a place that can't be written is found out before replicas are started."""
+    try:
+        store = open_store(uri)
+    except ValueError as error:
+        raise RecipeError(f"store.uri: {error}") from error
+    check_writable(store)
+    return store
 
 
 def _resumed(recipe: Recipe) -> Recipe:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 from composer_replication.cli.live import Screen, lines
 from composer_replication.cli.view import RunReader
@@ -17,6 +18,8 @@ __all__ = ["status"]
 def status(uri: str, *, watch: bool, as_json: bool, every_seconds: float) -> int:
     if not every_seconds > 0:
         raise ValueError(f"--every must be more than 0, not {every_seconds:g}")
+    if "://" not in uri and (Path(uri) / "store" / "fleet.json").is_file():  # a run's folder
+        uri = str(Path(uri) / "store")
     reader = RunReader(open_store(uri, create=False))
     reader.refresh()
     if reader.fleet is None and not watch:

@@ -123,7 +123,7 @@ def draw(recipe: Recipe, rounds: Sequence[ClosedRound], path: Path) -> Path | No
     above.set_title(f"{recipe.name}: {len(rounds)} rounds, policy {recipe.autoloco.policy}")
     below.stairs([closed.steps for closed in rounds], [0, *ends], baseline=None, color="tab:blue")
     below.axhline(recipe.autoloco.base_horizon, color="gray", linestyle="--", linewidth=0.8)
-    below.text(ends[-1], recipe.autoloco.base_horizon, " base", va="center", fontsize="small", color="gray")
+    below.text(0, recipe.autoloco.base_horizon, "base horizon", va="bottom", fontsize="small", color="gray")
     below.set_ylim(bottom=0)
     below.set_ylabel("interval (steps)")
     below.set_xlabel("inner steps")

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 __all__ = ["ByteWindows", "ResumableLoader", "TextData", "text_bytes"]
 
-# Installed packages aren't the standard library; its tests are data tables and would crowd out prose and code.
-_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload"}
+# Installed packages aren't the standard library; tests and tables of characters would crowd out prose and code.
+_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+_VALIDATION_FILE_BYTES = 8192  # of one file at most, so that validation is a sample of many
 
 
 class ByteWindows(Dataset[dict[str, Tensor]]):
@@ -99,7 +100,7 @@ def text_bytes(
     context: int = 128,
     batch_size: int = 16,
     max_bytes: int = 8_000_000,
-    validation_bytes: int = 64_000,
+    validation_bytes: int = 128_000,
     workers: int = 0,
 ) -> TextData:
     """Read files into training and validation windows.
@@ -108,7 +109,7 @@ def text_bytes(
         path: a folder (searched with `pattern`) or one file; None for the Python standard library's source.
         context: bytes in a window; no more than the model's context.
         max_bytes: stop reading training files here. A cap, not a demand: a smaller folder is fine.
-        validation_bytes: the same for validation files (about one file in sixteen; of a single file, its end).
+        validation_bytes: the same for validation, cut from about one file in sixteen (of a single file, its end).
 
     Raises ValueError when a setting is out of range or when there is too little text for one batch.
     """
@@ -143,9 +144,10 @@ def _read_folder(root: Path, pattern: str, max_bytes: int, validation_bytes: int
         raise ValueError(f"there is no folder or file {root}")
     train, validation = bytearray(), bytearray()
     for rank, file in _ordered(root, pattern):
-        target, cap = (validation, validation_bytes) if rank % 16 == 0 else (train, max_bytes)
-        if len(target) < cap:
-            target += file.read_bytes()[: cap - len(target)]
+        if rank % 16 == 0:
+            validation += file.read_bytes()[: min(_VALIDATION_FILE_BYTES, validation_bytes - len(validation))]
+        elif len(train) < max_bytes:
+            train += file.read_bytes()[: max_bytes - len(train)]
         if len(train) >= max_bytes and len(validation) >= validation_bytes:
             break
     return bytes(train), bytes(validation)

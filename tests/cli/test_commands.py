@@ -125,6 +125,7 @@ def test_a_dry_run_shows_the_whole_recipe_and_starts_nothing(capsys, recipe, tmp
         ("optimizer.args.betaz=1", "betaz"),
         ("data.args.context=32", "longer than the model's"),
         ("store.uri=s4://x/y", "no store for s4://"),
+        ("store.uri=/dev/null/x", "/dev/null/x"),
     ],
 )
 def test_a_wrong_recipe_is_one_sentence_and_nothing_is_started(capsys, recipe, tmp_path, override, words):

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import traceback
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,9 @@ from composer_replication.errors import (
     StoreError,
 )
 from composer_replication.isolate import LAUNCHERS, REPLICA, REPLICAS, STORE, Identity, read_identity
+from composer_replication.store.base import ObjectStore
 
-__all__ = ["main", "run", "stop_with_launcher"]
+__all__ = ["check_writable", "main", "run", "stop_with_launcher"]
 
 _EPILOG = f"""\
 Identity and store may come from the environment instead: {REPLICA}, {REPLICAS}, {STORE}.
@@ -199,9 +201,21 @@ def _check_store(uri: str) -> None:
     from composer_replication.store import open_store
 
     try:
-        open_store(uri).list("fleet.json")
+        store = open_store(uri)
     except ValueError as error:
         raise RecipeError(f"store.uri: {error}") from error
+    check_writable(store)
+
+
+def check_writable(store: ObjectStore) -> None:
+    """Write an object, read it back and remove it. Raises StoreError."""
+    key, data = f"probes/{uuid.uuid4().hex}", b"is this store fit to be written?"
+    store.put(key, data)
+    try:
+        if store.get(key) != data:
+            raise StoreError(f"{store.uri} doesn't give back what was written to it ({key})")
+    finally:
+        store.delete([key])
 
 
 def _fail(who: str, code: Exit, error: BaseException) -> int:
