@@ -109,8 +109,9 @@ def propose(
         if damaged or differing:
             return _abort(blank, missing, {**differing, **damaged}, "not all replicas are in the same state")
     sound = {replica: report for replica, report in reports.items() if replica not in differing}
-    enough = sum(1 for replica in plan.expected if replica in sound) >= policy.needed(plan.expected, plan.round)
-    if not enough:
+    # Round 0 asks whether everyone has come, which a culprit has too; later rounds ask for enough to average.
+    here = {*sound, *(banned if plan.round == 0 else ())}
+    if sum(1 for replica in plan.expected if replica in here) < policy.needed(plan.expected, plan.round):
         return _abort(blank, missing, {}, "too few replicas were ready in time")
 
     selection = select_members(sound.values())

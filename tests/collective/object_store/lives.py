@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 
-from composer_replication.collective.object_store import ObjectStoreCollective
+from composer_replication.collective.object_store import ObjectStoreCollective, keys
 from composer_replication.store import LocalStore
 from tests.collective.object_store.toy import Toy, run_toy
 
@@ -39,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
 class Kill:
     step: str  # "before:ready"
     round: int = 0  # not before this round
+    last: bool = False  # let the others declare themselves, and end, first: then the next step is this replica's to do
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,16 @@ def _live(fleet: Fleet, replica: int, kill: Kill | None, settings: dict[str, Any
     resumed = record.exists()
     toy = Toy.load(replica, record) if resumed else Toy.fresh(replica)
 
+    def wait_for_others(key: Callable[[int], str]) -> None:
+        for other in range(fleet.replicas):
+            while other != replica and not (fleet.folder / "store" / key(other)).exists():
+                time.sleep(0.002)
+
     def trace(step: str) -> None:
+        if kill is not None and kill.last and step == "before:ready":
+            wait_for_others(lambda other: keys.ready(toy.round, 0, other))
+        if kill is not None and kill.last and step == "before:result":
+            wait_for_others(keys.result)
         if kill is not None and step == kill.step and toy.round >= kill.round:
             os.kill(os.getpid(), signal.SIGKILL)
 

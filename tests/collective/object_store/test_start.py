@@ -1,0 +1,336 @@
+"""Starting: who may hold an id, what must be equal, and from which state a replica goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from composer_replication.collective.layout import Layout, Slot
+from composer_replication.collective.object_store import ObjectStoreCollective, fleet, keys
+from composer_replication.collective.object_store.fleet import Process, claim_replica, numerics_probe, this_process
+from composer_replication.collective.object_store.status import read_status, rounds_log
+from composer_replication.errors import Fenced, FleetMismatch, ReplicaTaken, RoundTimeout
+from composer_replication.store import MemoryStore
+from tests.collective.conformance import SCALAR, begin, contribution, digest, snapshot
+from tests.collective.object_store.helpers import Fleet, attempt, join, scalar
+from tests.collective.object_store.toy import Toy, run_toy
+from tests.support.threads import run_threads
+
+SETTINGS = {"outer_lr": 1.0}
+
+
+# -- claims
+
+
+def test_an_id_that_a_live_process_holds() -> None:
+    store = MemoryStore()
+    first = join(store, 0, 1)
+    begin(first, SCALAR)
+    with pytest.raises(ReplicaTaken, match=rf"replica 0 is held by process {os.getpid()} on .*choose another id"):
+        begin(join(store, 0, 1), SCALAR)
+    first.close()
+    second = join(store, 0, 1)
+    begin(second, SCALAR)
+    second.close()
+    assert [key for key in store.list("claims/0/") if not key.endswith("closed")] == ["claims/0/1", "claims/0/2"]
+
+
+class FakeTime:
+    def __init__(self, during: Callable[[float], None] = lambda now: None) -> None:
+        self.now, self.during = 0.0, during
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.during(self.now)
+
+
+def claim(store: MemoryStore, time: FakeTime) -> int:
+    return claim_replica(store, 0, heartbeat_seconds=5.0, clock=time.clock, pause=time.sleep, trace=lambda step: None)
+
+
+def held_by(store: MemoryStore, process: Process, counter: int) -> None:
+    content = {name: getattr(process, name) for name in ("host", "boot", "namespace", "pid", "started")}
+    store.put(keys.claim(0, 1), json.dumps({"wire": 1, "replica": 0, **content}).encode())
+    beat = {"incarnation": 1, "counter": counter, "heartbeat_seconds": 8.0}
+    store.put(keys.member(0), json.dumps(beat).encode())
+
+
+def test_a_dead_process_of_this_machine_is_seen_at_once() -> None:
+    store, time = MemoryStore(), FakeTime()
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait(timeout=30)
+    held_by(store, replace(this_process(), pid=child.pid, started="1"), 1)
+    assert claim(store, time) == 2 and time.now == 0.0
+
+
+def test_a_process_id_that_was_given_out_again_is_not_taken_for_the_holder() -> None:
+    store, time = MemoryStore(), FakeTime()
+    held_by(store, replace(this_process(), started="1"), 1)  # our own pid, another start
+    assert claim(store, time) == 2
+
+
+def test_a_process_elsewhere_lives_while_its_heart_beats() -> None:
+    store = MemoryStore()
+    elsewhere = Process("far-away", "boot", "pid:[1]", 7, "99")
+    held_by(store, elsewhere, 1)
+    beating = FakeTime(lambda now: held_by(store, elsewhere, 1 + int(now // 8)))
+    with pytest.raises(ReplicaTaken, match="process 7 on far-away"):
+        claim(store, beating)
+    still = FakeTime()
+    assert claim(store, still) == 2
+    assert still.now == pytest.approx(16.0), "two of its heartbeats were waited for"
+
+
+def test_two_that_start_at_once_under_one_id() -> None:
+    store = MemoryStore()
+    results = run_threads([lambda: attempt(lambda: begin(join(store, 0, 1), SCALAR)) for _ in range(4)])
+    assert sum(isinstance(result, ReplicaTaken) for result in results) == 3
+
+
+def test_an_outclaimed_process_stops() -> None:
+    with Fleet(1) as fleet_of_one:
+        old = fleet_of_one.all[0]
+        fleet_of_one.round(0, {0: 1.0})
+        fleet_of_one.store.put_if_absent(keys.claim(0, 2), b"{}")
+        assert old._heart is not None
+        old._heart.look()
+        with pytest.raises(Fenced, match="replica 0"):
+            old.average(contribution(0, 1, SCALAR, torch.ones(1)))
+
+
+# -- what must be equal
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "words"),
+    [
+        ({"codec": "int8"}, {"codec": "float32"}, ["codec", "'float32' here", "'int8' in the fleet"]),
+        ({"failure_policy": "skip"}, {}, ["failure_policy", "'strict' here"]),
+        ({"checkpoint_every": 5}, {}, ["checkpoint_every", "10 here", "5 in the fleet"]),
+        ({"nonce": "a"}, {"nonce": "b"}, ["another run", "choose another prefix"]),
+    ],
+)
+def test_settings_that_differ_are_named(there: dict[str, Any], here: dict[str, Any], words: list[str]) -> None:
+    store = MemoryStore()
+    begin(join(store, 0, 2, **there), SCALAR)
+    with pytest.raises(FleetMismatch) as caught:
+        begin(join(store, 1, 2, **here), SCALAR)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_another_number_of_replicas() -> None:
+    store = MemoryStore()
+    begin(join(store, 0, 2), SCALAR)
+    with pytest.raises(FleetMismatch, match="replicas: 3 here, 2 in the fleet"):
+        begin(join(store, 1, 3), SCALAR)
+
+
+def test_tensors_that_differ_are_named() -> None:
+    store = MemoryStore()
+    begin(join(store, 0, 2), Layout((Slot("head.weight", (2, 3), "torch.float32"),)))
+    with pytest.raises(FleetMismatch, match=r"head.weight: torch.bfloat16\[2, 4\] here, torch.float32\[2, 3\] there"):
+        begin(join(store, 1, 2), Layout((Slot("head.weight", (2, 4), "torch.bfloat16"),)))
+
+
+def test_arithmetic_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    begin(join(store, 0, 2), SCALAR)
+    probe = numerics_probe()
+    assert probe == numerics_probe()
+    monkeypatch.setattr(fleet, "numerics_probe", lambda: {**probe, "exp": "0x1p+0"})
+    with pytest.raises(FleetMismatch, match="numerics.exp: '0x1p[+]0' here"):
+        begin(join(store, 1, 2), SCALAR)
+
+
+def test_the_numerics_probe_knows_no_threads() -> None:
+    torch.set_num_threads(2)
+    try:
+        two = numerics_probe()
+    finally:
+        torch.set_num_threads(1)
+    assert two == numerics_probe()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"replica": 2},
+        {"replica": -1},
+        {"failure_policy": "lenient"},
+        {"codec": "int4"},
+        {"min_replicas": 3},
+        {"timeout_seconds": 0.0},
+        {"poll_seconds": -1.0},
+        {"checkpoint_every": 0},
+        {"tolerated_misses": -1},
+        {"mode": "tree"},
+    ],
+)
+def test_settings_out_of_range_name_themselves(settings: dict[str, Any]) -> None:
+    (name, value), *_ = settings.items()
+    with pytest.raises(ValueError, match=f"{name}.*{value}"):
+        ObjectStoreCollective(MemoryStore(), **{"replica": 0, "replicas": 2, **settings})
+
+
+# -- from where
+
+
+def test_waiting_for_first_weights_that_do_not_come() -> None:
+    with pytest.raises(RoundTimeout, match="replica 0 has not published the first weights"):
+        begin(join(MemoryStore(), 1, 2, start_timeout_seconds=0.1), SCALAR)
+
+
+def test_the_lowest_id_comes_back_with_other_weights_before_round_0() -> None:
+    store = MemoryStore()
+    first = join(store, 0, 1)
+    first.start(snapshot(SCALAR, 0, torch.tensor([1.0])), settings={}, resumed=False)
+    first.close()
+    again = join(store, 0, 1).start(snapshot(SCALAR, 0, torch.tensor([2.0])), settings={}, resumed=False)
+    assert again.anchor[0].item() == 1.0, "the fleet may have begun with those"
+
+
+def test_resuming_where_there_is_nothing_to_resume() -> None:
+    with pytest.raises(FleetMismatch, match=r"no run that could be resumed.*start afresh"):
+        join(MemoryStore(), 0, 1).start(snapshot(SCALAR, 3), settings={}, resumed=True)
+
+
+def test_resuming_from_a_round_that_the_store_does_not_know() -> None:
+    with Fleet(1) as one:
+        one.round(0, {0: 1.0})
+        one.all[0].close()
+        with pytest.raises(FleetMismatch, match="of round 3, but round 2 isn't closed"):
+            join(one.store, 0, 1).start(snapshot(SCALAR, 3), settings=SETTINGS, resumed=True)
+
+
+def test_resuming_from_a_state_that_is_not_the_fleets() -> None:
+    with Fleet(2) as two:
+        two.round(0, {0: 1.0, 1: 1.0})
+        two.all[1].close()
+        for round in (0, 1):
+            if round == 1:
+                two.store.put_if_absent(keys.ready(1, 0, 0), two.store.get(keys.ready(0, 0, 0)))
+            foreign = replace(snapshot(SCALAR, 0), digest="foreign")
+            with pytest.raises(FleetMismatch, match="isn't the fleet's"):
+                join(two.store, 1, 2).start(foreign, settings=SETTINGS, resumed=True)
+
+
+def test_a_prefix_whose_run_has_finished() -> None:
+    store = MemoryStore()
+    with Fleet(1, store) as one:
+        outcome = one.round(0, {0: 1.0}, leaving=True)[0]
+        assert outcome.expected_next == ()
+        one.all[0].applied(lambda: snapshot(SCALAR, 1))
+        one.all[0].finish("end", {"loss": 1.0})
+    assert json.loads(store.get("final.json"))["digest"] == "end"
+    with pytest.raises(FleetMismatch, match="has finished: choose another prefix"):
+        begin(join(store, 0, 1), SCALAR)
+
+
+def test_final_is_for_a_unanimous_end() -> None:
+    with Fleet(2) as two:
+        two.round(0, {0: 1.0, 1: 1.0}, leaving=True)
+        for collective, end in zip(two.all, ("one", "other"), strict=True):
+            collective.finish(end, {})
+        assert "final.json" not in two.store.list("")
+        two.all[1].finish("one", {})
+        assert "final.json" in two.store.list("")
+
+
+# -- checkpoints and what is deleted
+
+
+def test_checkpoints_are_for_joiners_and_blobs_are_collected() -> None:
+    store = MemoryStore()
+
+    def life(replica: int) -> Toy:
+        return run_toy(Toy.fresh(replica), join(store, replica, 3, checkpoint_every=2, mode="sharded"), 14)
+
+    toys = run_threads([lambda r=r: life(r) for r in range(3)])
+    every = store.list("")
+    pointers = [key for key in every if key.startswith("rounds/") and key.endswith(".json")]
+    assert sum(key.endswith("roster.json") for key in pointers) == 14, "pointers stay"
+    assert sum("/ready/" in key for key in pointers) == 3 * 14
+    blobs = {keys.round_of(key) for key in every if "/in/" in key or "/out/" in key}
+    assert min(round for round, _ in blobs) >= 8 and len(blobs) <= 6, blobs  # type: ignore[misc]
+    manifests = [keys.manifest_round(key) for key in store.list("checkpoints/")]
+    assert [m for m in manifests if m is not None] == [0, 2, 4, 6, 8, 10, 12]
+    contents = {key.split("/")[1] for key in store.list("checkpoints/") if keys.manifest_round(key) is None}
+    assert contents == {"00000010", "00000012"}, "two generations of contents are kept"
+    # A newcomer joins at the newest one and follows to the end, to the same bits.
+    store.delete(["final.json"])
+    late = run_toy(Toy.fresh(1), join(store, 1, 3, checkpoint_every=2, mode="sharded"), 14)
+    assert late.digest == toys[0].digest and late.applied[0][0] == 12
+
+
+def test_a_checkpoint_that_the_fleet_does_not_confirm_never_exists() -> None:
+    with Fleet(2, checkpoint_every=1) as two:
+        two.round(0, {0: 1.0, 1: 1.0})
+        two.all[0].applied(lambda: replace(snapshot(SCALAR, 1), digest="another state"))
+        two.all[1].applied(lambda: snapshot(SCALAR, 1))
+        two.round(1, {0: 1.0, 1: 1.0})
+        assert keys.manifest(1) not in two.store.list("checkpoints/")
+        two.all[0].applied(lambda: snapshot(SCALAR, 2))
+        two.round(2, {0: 1.0, 1: 1.0})
+        assert keys.manifest(2) in two.store.list("checkpoints/")
+
+
+# -- requests, and what people see
+
+
+@pytest.mark.parametrize("mode", ["direct", "sharded"])
+def test_the_writes_of_a_round_are_bounded(mode: str) -> None:
+    with Fleet(4, mode=mode) as four:
+        four.round(0, {replica: 1.0 for replica in range(4)})
+        before = [dict(collective.requests) for collective in four.all]
+        four.round(1, {replica: 1.0 for replica in range(4)})
+        for collective, earlier in zip(four.all, before, strict=True):
+            spent = {kind: count - earlier.get(kind, 0) for kind, count in collective.requests.items()}
+            # One chunk, one shard: docs/protocol.md has the general sums.
+            assert spent["put"] <= 2
+            assert spent["create"] <= 3  # ready, roster, mean
+            assert spent.get("list", 0) == 0
+
+
+def test_status_and_log() -> None:
+    with Fleet(2, failure_policy="skip") as two:
+        two.all[0].publish({"round": 0, "loss": 2.5, "odd": object()})
+        two.round(0, {0: 3.0, 1: 5.0})
+        two.round(1, {0: 3.0, 1: 5.0}, leaving=True)
+        two.all[0].finish("end", {"loss": 1.0})
+        two.all[1].finish("end", {"loss": 2.0})
+        for collective in two.all:
+            collective.close()
+        status = read_status(two.store)
+        assert status.rounds == 2 and status.finished and status.policy == "skip"
+        assert [replica.replica for replica in status.replicas] == [0, 1]
+        assert status.replicas[0].state == "closed" and status.replicas[0].status["loss"] == 2.5
+        assert status.replicas[1].result == {"loss": 2.0}
+        log = rounds_log(two.store)
+        assert [entry["round"] for entry in log] == [0, 1]
+        assert log[0]["members"] == [0, 1] and log[0]["steps"] == 3 and log[0]["drift"] == (9.0 + 25.0) / 2
+        assert log[0]["mean_square_norm"] == 16.0 and log[1]["leaving"] == [0, 1]
+    assert read_status(MemoryStore()).rounds == 0
+
+
+def test_resumed_replicas_that_are_behind_are_overtaken_at_once() -> None:
+    with Fleet(3, failure_policy="skip", timeout_seconds=0.2) as three:
+        three.round(0, {0: 1.0, 1: 1.0, 2: 1.0})
+        three.all[2].close()
+        three.round(1, {0: 3.0, 1: 5.0})
+        back = join(three.store, 2, 3, failure_policy="skip", timeout_seconds=0.2)
+        back.start(snapshot(SCALAR, 1), settings=SETTINGS, resumed=True)
+        assert back.overtaken
+        outcome = back.follow(1, SCALAR, digest(1), wait=False)
+        assert outcome is not None and scalar(outcome) == 4.0 and not back.overtaken
+        back.close()
