@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from composer_replication.collective.norms import all_finite
+from composer_replication.collective.scratch import scratch
 
 __all__ = ["INT8_BLOCK", "INT8_MAX_SCALE", "INT8_MIN_SCALE", "add_decoded_", "decode_into", "encode_into"]
 
@@ -46,8 +47,8 @@ def _rows(values: Tensor, begin: int, end: int) -> Tensor:
     return values[begin:end].view(-1, width)
 
 
-def _scratch(sizes: Sequence[int]) -> Tensor:
-    return torch.empty(min(_STRIDE, max(sizes, default=0)), dtype=torch.float32)
+def _room(elements: int) -> Tensor:
+    return scratch("codec", min(_STRIDE, elements), torch.float32)
 
 
 def encode_into(values: Tensor, sizes: Sequence[int], data: Tensor, scales: Tensor | None) -> int | None:
@@ -61,10 +62,10 @@ def encode_into(values: Tensor, sizes: Sequence[int], data: Tensor, scales: Tens
             return part
         begin += size
     if data.dtype == torch.bfloat16:
-        scratch = torch.empty(min(_STRIDE, values.numel()), dtype=torch.float32)
+        room = _room(values.numel())
         for begin in range(0, values.numel(), _STRIDE):
             block = values[begin : begin + _STRIDE]
-            bounded = torch.clamp(block, -_BFLOAT16_MAX, _BFLOAT16_MAX, out=scratch[: block.numel()])
+            bounded = torch.clamp(block, -_BFLOAT16_MAX, _BFLOAT16_MAX, out=room[: block.numel()])
             data[begin : begin + _STRIDE].copy_(bounded)
     else:
         data.copy_(values)
@@ -72,13 +73,13 @@ def encode_into(values: Tensor, sizes: Sequence[int], data: Tensor, scales: Tens
 
 
 def _encode_int8(values: Tensor, sizes: Sequence[int], data: Tensor, scales: Tensor) -> int | None:
-    scratch = _scratch(sizes)
+    spare = _room(max(sizes, default=0))
     peaks = torch.empty_like(scales)
     # A tensor, not a number: some devices multiply by the reciprocal of a number instead of dividing by it.
     most = torch.tensor(127.0)
     for _, begin, end, first in _spans(sizes):
         block = _rows(values, begin, end)
-        room = scratch[: end - begin].view(block.shape)
+        room = spare[: end - begin].view(block.shape)
         last = first + len(block)
         torch.abs(block, out=room)
         peak = torch.amax(room, dim=1, out=peaks[first:last])
@@ -119,14 +120,14 @@ def add_decoded_(total: Tensor, sizes: Sequence[int], data: Tensor, scales: Tens
     if data.dtype == torch.float32:
         total.add_(data)
         return
-    scratch = torch.empty(min(_STRIDE, total.numel()), dtype=torch.float32)
+    spare = _room(total.numel())
     if scales is None:
         for begin in range(0, total.numel(), _STRIDE):
             block = total[begin : begin + _STRIDE]
-            block.add_(scratch[: block.numel()].copy_(data[begin : begin + _STRIDE]))
+            block.add_(spare[: block.numel()].copy_(data[begin : begin + _STRIDE]))
         return
     for _, begin, end, first in _spans(sizes):
         block = _rows(total, begin, end)
-        room = scratch[: end - begin].view(block.shape)
+        room = spare[: end - begin].view(block.shape)
         room.copy_(_rows(data, begin, end))
         block.add_(room.mul_(scales[first : first + len(block)].unsqueeze(1)))

@@ -16,6 +16,8 @@ import math
 import torch
 from torch import Tensor
 
+from composer_replication.collective.scratch import scratch
+
 __all__ = ["LANES", "all_finite", "difference_square_norm", "square_norm"]
 
 LANES = 131_072  # 1 MiB of float64: stays in cache, and is long enough to be shared by a few threads
@@ -56,9 +58,9 @@ def _square_norm(values: Tensor, minus: Tensor | None) -> float:
     if elements == 0:
         return 0.0
     width = _lanes(elements)
-    lanes = torch.zeros(width, dtype=torch.float64, device=values.device)
-    wide = torch.empty_like(lanes)
-    difference = None if minus is None else torch.empty(width, dtype=torch.float32, device=values.device)
+    lanes = scratch("norm lanes", width, torch.float64, values.device).zero_()
+    wide = scratch("norm squares", width, torch.float64, values.device)
+    difference = None if minus is None else scratch("norm difference", width, torch.float32, values.device)
     with torch.no_grad():
         others = () if minus is None else torch.split(minus, width)
         for index, block in enumerate(torch.split(values, width)):

@@ -21,6 +21,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from composer_replication.collective.scratch import scratch
+
 __all__ = ["OuterNesterov", "average_step_", "digest", "nesterov_step_", "pseudo_gradient"]
 
 _BLOCK = 131_072  # elements: 512 KiB of each float32 operand; smaller blocks lose more to calls than they gain in cache
@@ -47,16 +49,8 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(*(torch.split(tensor.view(-1), _BLOCK) for tensor in tensors), strict=True)
 
 
-class _Scratch:
-    """One block of float32, kept between blocks of the same size."""
-
-    def __init__(self) -> None:
-        self._held: Tensor | None = None
-
-    def like(self, block: Tensor) -> Tensor:
-        if self._held is None or self._held.shape != block.shape or self._held.device != block.device:
-            self._held = torch.empty_like(block, dtype=torch.float32)
-        return self._held
+def _spare(purpose: str, block: Tensor) -> Tensor:
+    return scratch(purpose, block.numel(), torch.float32, block.device).view(block.shape)
 
 
 def pseudo_gradient(start: Tensor, local: Tensor, out: Tensor) -> Tensor:
@@ -80,13 +74,14 @@ def nesterov_step_(
     """
     rate, factor = _scalar(lr, anchor.device), _scalar(momentum_factor, anchor.device)
     by = _scalar(divisor, mean.device) if divisor != 1.0 else None
-    spare, quotient = _Scratch(), _Scratch()
     tensors = (anchor, momentum, mean) if local is None else (anchor, momentum, mean, local)
     for a, m, g, *rest in _blocks(*(tensor.detach() for tensor in tensors)):
         if by is not None:
-            g = torch.div(g, by, out=quotient.like(g))
+            g = torch.div(g, by, out=_spare("outer mean", g))
         m.mul_(factor).add_(g)
-        step = torch.mul(m, factor, out=spare.like(m))
+        # `local` is about to be written anyway: working in it keeps one operand less in cache.
+        room = rest[0] if rest and rest[0].dtype == torch.float32 else _spare("outer step", m)
+        step = torch.mul(m, factor, out=room)
         step.add_(g).mul_(rate)
         a.sub_(step)
         for target in rest:
@@ -159,7 +154,6 @@ class OuterNesterov(torch.optim.Optimizer):
             nesterov_step_(parameter, momentum, parameter.grad, lr=group["lr"], momentum_factor=group["momentum"])
             return
         rate, factor = _scalar(group["lr"], parameter.device), _scalar(group["momentum"], parameter.device)
-        spare = _Scratch()
         for p, m, g in _blocks(parameter.detach(), momentum, parameter.grad.detach()):
             m.mul_(factor).add_(g)
-            p.sub_(torch.mul(m, rate, out=spare.like(m)))
+            p.sub_(torch.mul(m, rate, out=_spare("outer step", m)))
