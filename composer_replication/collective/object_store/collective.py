@@ -27,7 +27,7 @@ from composer_replication.collective.object_store.failures import round_error
 from composer_replication.collective.object_store.fleet import agree_on_fleet, claim_replica, heartbeat
 from composer_replication.collective.object_store.garbage import Collector
 from composer_replication.collective.object_store.heartbeat import Heartbeat
-from composer_replication.collective.object_store.history import plan_at
+from composer_replication.collective.object_store.history import closed_roster, has_left, plan_at
 from composer_replication.collective.object_store.joining import backed_off, check_known, first_state
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.requests import Requests, create
@@ -245,6 +245,10 @@ class ObjectStoreCollective:
         self._tip = standing.tip
         self._attempts = dict(standing.attempts)
         self._plan = plan_at(self._store, self._run, snapshot.round, snapshot.digest, self.fleet)
+        if self._replica not in self._plan.expected:
+            self._left = has_left(self._store, self._run, snapshot.round, self._replica)
+        before = closed_roster(self._store, self._run, snapshot.round - 1) if snapshot.round else None
+        self._roster = before.roster if before is not None else None
         newest = checkpoints.latest_round(self._store) or 0
         self._collector = Collector(
             self._store, self._replica, round=snapshot.round, checkpoint=newest, every=self._every

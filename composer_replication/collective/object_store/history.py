@@ -15,7 +15,7 @@ from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES,
 from composer_replication.errors import FleetMismatch, ObjectMissing
 from composer_replication.store.base import ObjectStore
 
-__all__ = ["Decided", "Standing", "decided", "declared_base", "plan_at", "stand"]
+__all__ = ["Decided", "Standing", "closed_roster", "decided", "declared_base", "has_left", "plan_at", "stand"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,20 @@ def stand(store: ObjectStore, run: str, start: int, *, strict: bool) -> Standing
         round += 1
 
 
+def closed_roster(store: ObjectStore, run: str, round: int) -> Decided | None:
+    """The roster that holds for a round behind us: that of its last attempt."""
+    last, attempt = None, 0
+    while (found := decided(store, run, round, attempt)) is not None:
+        last = found if found.roster.kind == "roster" else last
+        attempt += 1
+    return last
+
+
 def plan_at(store: ObjectStore, run: str, round: int, base: str, fleet: tuple[int, ...]) -> Plan:
     """What a replica knows that enters a round in state `base`: from the roster of the round before."""
     if round == 0:
         return Plan(run=run, round=0, prev=run, base=base, expected=fleet)
-    last, attempt = None, 0
-    while (found := decided(store, run, round - 1, attempt)) is not None:
-        last = found if found.roster.kind == "roster" else last
-        attempt += 1
+    last = closed_roster(store, run, round - 1)
     if last is None:
         raise FleetMismatch(f"round {round - 1} isn't closed in {store.uri}")
     return Plan(
@@ -82,6 +88,16 @@ def plan_at(store: ObjectStore, run: str, round: int, base: str, fleet: tuple[in
         expected=last.roster.expected_next,
         misses=last.roster.misses,
     )
+
+
+def has_left(store: ObjectStore, run: str, round: int, replica: int) -> bool:
+    """Was the last round before `round` that this replica took part in its last one, by its own word?"""
+    for earlier in range(round - 1, -1, -1):
+        found = closed_roster(store, run, earlier)
+        if found is not None and replica in found.roster.present:
+            reports = (*found.roster.members, *found.roster.others)
+            return any(report.replica == replica and report.leaving for report in reports)
+    return False
 
 
 def _void(store: ObjectStore, roster: Roster) -> bool:

@@ -41,6 +41,7 @@ def kill_and_restart(folder: Path, step: str, victim: int, mode: str, *, fresh: 
     for replica, process in others.items():
         assert join(process) == 0, fleet.ended(replica)
     assert {fleet.result(replica)["digest"] for replica in range(fleet.replicas)} == {undisturbed()}
+    assert undisturbed().encode() in fleet.store.get("final.json")
 
 
 def test_an_undisturbed_fleet_of_processes_gives_the_bits_of_threads(tmp_path: Path) -> None:

@@ -247,3 +247,30 @@ def test_a_contribution_that_is_in_is_waited_for_when_following() -> None:
         assert [scalar(outcome) for outcome in outcomes] == [4.0, 4.0]
         waiting.join(timeout=30)
         back.close()
+
+
+def test_who_has_left_is_not_called_back_by_a_restart() -> None:
+    with Fleet(3, failure_policy="skip", timeout_seconds=5.0) as fleet:
+        outcomes = run_threads(
+            [
+                lambda: fleet.all[0].average(own(0, 0, 3.0)),
+                lambda: fleet.all[1].average(own(1, 0, 5.0)),
+                lambda: fleet.all[2].average(own(2, 0, 7.0, leaving=True)),
+            ]
+        )
+        assert outcomes[0].expected_next == (0, 1)
+        fleet.all[2].close()
+        back = join(fleet.store, 2, 3, failure_policy="skip", timeout_seconds=5.0)
+        back.start(snapshot(SCALAR, 1), settings={"outer_lr": 1.0}, resumed=True)
+        with pytest.raises(RoundError, match="has left the run"):
+            back.average(own(2, 1, 1.0))
+        followers = run_threads(
+            [
+                lambda: fleet.all[0].average(own(0, 1, 3.0)),
+                lambda: fleet.all[1].average(own(1, 1, 5.0)),
+                lambda: back.follow(1, SCALAR, digest(1), wait=True),
+            ]
+        )
+        assert {scalar(outcome) for outcome in followers} == {4.0}
+        assert fleet.round(2, {0: 1.0, 1: 1.0})[0].expected_next == (0, 1)
+        back.close()
