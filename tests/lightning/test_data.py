@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,11 +140,14 @@ def test_shards_cut_with_different_seeds_are_refused() -> None:
         sampler = DistributedSampler(Numbered(16), 2, index, seed=index)
         trainer(callback(collective), max_epochs=1).fit(Tiny(), DataLoader(Numbered(16), sampler=sampler))
 
-    with pytest.raises(Exception, match=r"data_seed: [01] here, [01] there|data_seed"):
+    with pytest.raises(Exception, match="data_seed"):
         in_threads(2, replica)
 
 
 def test_no_warning_when_all_is_well() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train_on(lambda _: loader(40))
+    def replica(_: int, collective: Any) -> list[str]:
+        ours = callback(collective)
+        trainer(ours, max_epochs=1).fit(Tiny(), loader(40))  # a warning of anybody's would be an error
+        return ours.said
+
+    assert in_threads(2, replica) == [[], []]
