@@ -127,7 +127,7 @@ def test_a_store_that_vanishes_is_not_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "word"),
     [
-        ("s3://bucket/run", "no store for s3://"),
+        ("nowhere://bucket/run", "nowhere"),
         ("", "empty"),
         ("file://shared/run", "file:///shared/run"),
         ("file://", "absolute"),

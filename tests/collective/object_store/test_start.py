@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,7 @@ from composer_replication.collective.object_store.fleet import Process, claim_re
 from composer_replication.collective.object_store.status import read_status, rounds_log
 from composer_replication.errors import Fenced, FleetMismatch, ReplicaTaken, RoundTimeout
 from composer_replication.store import MemoryStore
-from tests.collective.conformance import SCALAR, begin, contribution, digest, snapshot
+from tests.collective.conformance import MIXED, SCALAR, begin, contribution, digest, snapshot
 from tests.collective.object_store.helpers import Fleet, attempt, join, scalar
 from tests.collective.object_store.toy import Toy, run_toy
 from tests.support.threads import run_threads
@@ -55,8 +57,8 @@ class FakeTime:
         self.during(self.now)
 
 
-def claim(store: MemoryStore, time: FakeTime) -> int:
-    return claim_replica(store, 0, heartbeat_seconds=5.0, clock=time.clock, pause=time.sleep, trace=lambda step: None)
+def claim(store: MemoryStore, fake: FakeTime) -> int:
+    return claim_replica(store, 0, heartbeat_seconds=5.0, clock=fake.clock, pause=fake.sleep, trace=lambda step: None)
 
 
 def held_by(store: MemoryStore, process: Process, counter: int) -> None:
@@ -67,17 +69,17 @@ def held_by(store: MemoryStore, process: Process, counter: int) -> None:
 
 
 def test_a_dead_process_of_this_machine_is_seen_at_once() -> None:
-    store, time = MemoryStore(), FakeTime()
+    store, fake = MemoryStore(), FakeTime()
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(timeout=30)
     held_by(store, replace(this_process(), pid=child.pid, started="1"), 1)
-    assert claim(store, time) == 2 and time.now == 0.0
+    assert claim(store, fake) == 2 and fake.now == 0.0
 
 
 def test_a_process_id_that_was_given_out_again_is_not_taken_for_the_holder() -> None:
-    store, time = MemoryStore(), FakeTime()
+    store, fake = MemoryStore(), FakeTime()
     held_by(store, replace(this_process(), started="1"), 1)  # our own pid, another start
-    assert claim(store, time) == 2
+    assert claim(store, fake) == 2
 
 
 def test_a_process_elsewhere_lives_while_its_heart_beats() -> None:
@@ -289,17 +291,35 @@ def test_a_checkpoint_that_the_fleet_does_not_confirm_never_exists() -> None:
 
 
 @pytest.mark.parametrize("mode", ["direct", "sharded"])
-def test_the_writes_of_a_round_are_bounded(mode: str) -> None:
-    with Fleet(4, mode=mode) as four:
-        four.round(0, {replica: 1.0 for replica in range(4)})
-        before = [dict(collective.requests) for collective in four.all]
-        four.round(1, {replica: 1.0 for replica in range(4)})
-        for collective, earlier in zip(four.all, before, strict=True):
-            spent = {kind: count - earlier.get(kind, 0) for kind, count in collective.requests.items()}
-            # One chunk, one shard: docs/protocol.md has the general sums.
-            assert spent["put"] <= 2
-            assert spent["create"] <= 3  # ready, roster, mean
-            assert spent.get("list", 0) == 0
+def test_the_requests_of_a_round_are_those_of_the_page(mode: str) -> None:
+    """docs/protocol.md has these sums. The last one to come never waits for a contribution."""
+    members, chunks = 4, len(MIXED.chunks)
+    shards = 1 if mode == "direct" else min(members, chunks)
+    ones = torch.ones(MIXED.elements)
+    with Fleet(members, layout=MIXED, mode=mode) as four:
+        last = four.all[3]
+        others = threading.Thread(
+            target=run_threads,
+            args=([lambda c=c: c.average(contribution(c.replica, 0, MIXED, ones)) for c in four.all[:3]],),
+        )
+        others.start()
+        while sum("/ready/" in key for key in four.store.list("rounds/")) < 3:
+            time.sleep(0.002)
+        naps: list[float] = []
+        last._sleep = lambda seconds: (naps.append(seconds), time.sleep(seconds))[0]
+        before = dict(last.requests)
+        last.average(contribution(3, 0, MIXED, ones))
+        spent = {kind: count - before.get(kind, 0) for kind, count in last.requests.items()}
+        others.join(timeout=30)
+    share = -(-chunks // shards)
+    assert spent["put"] <= chunks + (share if mode == "sharded" else 0)
+    assert spent["create"] <= 3 + 1  # and this layout, the first time
+    assert spent.get("list", 0) == 0
+    blobs = members * share + (chunks - share if mode == "sharded" else 0)
+    pointers = members + 6 if mode == "direct" else members + shards + 6
+    assert spent["get"] <= blobs + pointers + len(naps) * shards, (
+        spent
+    )  # a nap is followed by a look at each open shard
 
 
 def test_status_and_log() -> None:
