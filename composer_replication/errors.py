@@ -4,6 +4,8 @@
     ├── StoreError              the store refused, failed or can't be reached
     │   ├── ObjectMissing       there is no object under that key
     │   ├── ObjectExists        create-if-absent found one
+    │   ├── StoreRefused        it won't do that, however often it is asked: rights, expired credentials, no bucket
+    │   ├── StoreUnavailable    throttled, failing or unreachable for longer than operations are tried again
     │   └── ObjectCorrupt       bytes that don't match their size, hash or header
     ├── FleetError              this process can't be part of that fleet
     │   ├── FleetMismatch       model, settings, codec or wire version differ: says which
@@ -39,6 +41,8 @@ __all__ = [
     "RoundError",
     "RoundTimeout",
     "StoreError",
+    "StoreRefused",
+    "StoreUnavailable",
 ]
 
 
@@ -60,6 +64,14 @@ class ObjectExists(StoreError):
 
 class ObjectCorrupt(StoreError):
     """Bytes that don't match their size, hash or header."""
+
+
+class StoreRefused(StoreError):
+    """The store won't do that, however often it is asked: rights, expired credentials, no such bucket."""
+
+
+class StoreUnavailable(StoreError):
+    """The store was throttled, failing or unreachable for longer than an operation is tried again."""
 
 
 class FleetError(ReplicationError):

@@ -11,5 +11,16 @@ from composer_replication.store.local import LocalStore
 from composer_replication.store.memory import MemoryStore
 from composer_replication.store.open import open_store, register_scheme
 from composer_replication.store.prefixed import PrefixedStore
+from composer_replication.store.remote import RemoteStore
 
-__all__ = ["Buffer", "LocalStore", "MemoryStore", "ObjectStore", "PrefixedStore", "check_key", "open_store", "register_scheme"]
+__all__ = [
+    "Buffer",
+    "LocalStore",
+    "MemoryStore",
+    "ObjectStore",
+    "PrefixedStore",
+    "RemoteStore",
+    "check_key",
+    "open_store",
+    "register_scheme",
+]

@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 from composer_replication.store.base import ObjectStore
 from composer_replication.store.local import LocalStore
 from composer_replication.store.memory import MemoryStore
+from composer_replication.store.remote import RemoteStore, known_to_fsspec
 
 __all__ = ["open_store", "register_scheme"]
 
@@ -33,7 +34,13 @@ def _open_memory(uri: str, create: bool) -> ObjectStore:
         return _memory.setdefault(name, MemoryStore(name))
 
 
-_openers: dict[str, Opener] = {"file": _open_file, "memory": _open_memory}
+def _open_remote(uri: str, create: bool) -> ObjectStore:
+    # No request is made here: buckets aren't made for people, and the first operation says what is wrong.
+    return RemoteStore(uri)
+
+
+_REMOTE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf")
+_openers: dict[str, Opener] = {"file": _open_file, "memory": _open_memory, **dict.fromkeys(_REMOTE, _open_remote)}
 
 
 def register_scheme(scheme: str, opener: Opener) -> None:
@@ -42,7 +49,8 @@ def register_scheme(scheme: str, opener: Opener) -> None:
 
 
 def open_store(uri: str, *, create: bool = True) -> ObjectStore:
-    """The store at `uri`: a folder (`file:///shared/run1` or a plain path), or `memory://name` within this process.
+    """The store at `uri`: a folder (`file:///shared/run1` or a plain path), a bucket (`s3://`, `gs://`, `az://`,
+    `hf://`; docs/stores.md), `memory://name` within this process, or, at one's own risk, anything that fsspec knows.
 
     With `create` False a folder that isn't there is an error, not a new store. Raises ValueError for a scheme that
     isn't known, StoreError for a place that can't be used.
@@ -53,6 +61,8 @@ def open_store(uri: str, *, create: bool = True) -> ObjectStore:
             raise ValueError("the store's URI is empty: give a folder, like file:///shared/run1")
         return LocalStore(uri, create=create)
     opener = _openers.get(scheme.lower())
+    if opener is None and known_to_fsspec(scheme.lower()):
+        opener = _open_remote
     if opener is None:
         known = ", ".join(f"{name}://" for name in sorted(_openers))
         raise ValueError(

@@ -1,0 +1,48 @@
+"""Trying again: pauses that grow, with jitter, inside a time limit.
+
+Invariant: nothing is begun after the limit, and two callers that fail together don't come back together.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+__all__ = ["Retry"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retry:
+    """How long an operation that failed in a passing way is tried again, and with which pauses.
+
+    `seconds` counts from the operation's start; 0 means one try. The pause after the n-th failure is between half and
+    all of `first_pause_seconds` · 2ⁿ, at most `max_pause_seconds`. Clock, sleep and jitter are for tests.
+    """
+
+    seconds: float = 30.0
+    first_pause_seconds: float = 0.1
+    max_pause_seconds: float = 5.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    jitter: Callable[[], float] = random.random  # in [0, 1)
+
+    def __post_init__(self) -> None:
+        if not self.seconds >= 0:
+            raise ValueError(f"retry_seconds must not be negative, got {self.seconds}")
+        for name in ("first_pause_seconds", "max_pause_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be greater than 0, got {getattr(self, name)}")
+
+    def pauses(self) -> Iterator[None]:
+        """Yields before each try: at once, then after a pause; ends when the next try would begin after the limit."""
+        give_up = self.clock() + self.seconds
+        longest = self.first_pause_seconds
+        while True:
+            yield
+            pause = longest * (0.5 + 0.5 * self.jitter())
+            if self.clock() + pause > give_up:
+                return
+            self.sleep(pause)
+            longest = min(2 * longest, self.max_pause_seconds)
