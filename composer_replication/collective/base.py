@@ -37,7 +37,7 @@ class Report:
     base: str  # digest of anchor, momentum and controller that the interval started from
     layout: str  # fingerprint of the tensors that were trained in this interval
     weight: float = 1.0  # share in the mean, before normalisation; 1 for all, or the tokens seen
-    metrics: Mapping[str, float] = field(default_factory=dict)  # for people: loss, tokens per second
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # for people: loss, tokens per second
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class RoundOutcome:
     mean: Callable[[int, Tensor], None]
     # how it went here, for people
     wait_seconds: float = 0.0  # waiting for others
-    phase_seconds: Mapping[str, float] = field(default_factory=dict)  # encode, write, read, reduce, decode
+    phase_seconds: Mapping[str, float] = field(default_factory=dict[str, float])  # encode, write, read, reduce, decode
     bytes_sent: int = 0
     bytes_received: int = 0
 
@@ -133,7 +133,7 @@ class Collective(Protocol):
         ...
 
     def applied(self, take: Callable[[], Snapshot]) -> None:
-        """The outer step of the last outcome was applied; `take()` gives the state it led to (a checkpoint may be written)."""
+        """The last outcome's outer step was applied; `take()` gives the state it led to, for a checkpoint if one is due."""
         ...
 
     def publish(self, status: Mapping[str, Any]) -> None:

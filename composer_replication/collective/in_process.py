@@ -193,7 +193,7 @@ class InProcessCollective:
         meeting.forget()
 
     def _put(self, entry: MeetingRound, index: int, contribution: Contribution, phases: dict[str, float]) -> int:
-        """Put in one chunk and wait for its mean: the last to come reduces. No replica holds more than one at a time."""
+        """Put in one chunk and wait for its mean: the last to come reduces. Nobody holds more than one at a time."""
         meeting = self._meeting
         sizes = part_sizes(contribution.layout.chunks[index])
         members = [report.replica for report in entry.closing.members] if entry.closing else []

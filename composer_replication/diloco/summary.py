@@ -51,7 +51,7 @@ class RoundSummary:
     bytes_sent: int
     bytes_received: int
     ended: bool
-    member_metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    member_metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
 
     @property
     def coherence(self) -> float:
