@@ -86,8 +86,8 @@ def test_the_controller_uses_the_standard_library_only() -> None:
 
 def test_the_core_loads_no_trainer_and_no_client() -> None:
     code = (
-        "import sys, composer_replication, composer_replication.diloco.loop, composer_replication.collective.in_process,"
-        " composer_replication.collective.object_store\n"
+        "import sys, composer_replication, composer_replication.diloco.loop\n"
+        "import composer_replication.collective.in_process, composer_replication.collective.object_store\n"
         "heavy = {'lightning', 'pytorch_lightning', 'composer', 'modal', 'boto3', 'fsspec', 'omegaconf', 'rich',"
         " 'matplotlib', 'huggingface_hub'}\n"
         # fsspec and others come with torch itself in some versions: what counts is what we add to it.

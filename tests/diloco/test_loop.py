@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from composer_replication.collective.in_process import InProcessFleet
 from torch import Tensor, nn
 
 from composer_replication.autoloco import AutoLoCoConfig, AutoLoCoPolicy, FixedPolicy, OuterConfig
 from composer_replication.autoloco.values import Policy, Preview
+from composer_replication.collective.in_process import InProcessFleet
 from composer_replication.diloco.loop import OuterLoop
 from composer_replication.diloco.repair import repair_optimizer_state
 from composer_replication.diloco.summary import RoundSummary
@@ -360,9 +360,7 @@ def test_the_float32_anchor_moves_where_bfloat16_weights_cannot() -> None:
     model = Scalar().to(torch.bfloat16)
     with torch.no_grad():
         model.theta.fill_(1.0)
-    loop = OuterLoop(
-        model, collective, policy=FixedPolicy(horizon=1), outer=OuterConfig(lr=1e-4 / 2**-7, momentum=0.0)
-    )
+    loop = OuterLoop(model, collective, policy=FixedPolicy(horizon=1), outer=OuterConfig(lr=1e-4 / 2**-7, momentum=0.0))
     loop.start(constant_preview(loop.grid, 1.0, None))
     for _ in range(50):
         with torch.no_grad():
