@@ -5,6 +5,7 @@ Invariant: no replica is left running when `launch` returns, however it returns.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ from composer_replication.diloco.serverless.executor import ReplicaHandle, Repli
 from composer_replication.diloco.serverless.exit_codes import describe
 from composer_replication.diloco.serverless.local_process import LocalProcessExecutor
 from composer_replication.diloco.serverless.replica_entrypoint import check_writable
-from composer_replication.errors import RecipeError
+from composer_replication.errors import RecipeError, ReplicationError
 from composer_replication.recipe import Recipe, claim_folder, load_recipe, policy_of, to_yaml
 from composer_replication.store import ObjectStore, open_store
 
@@ -158,6 +159,7 @@ class _Launch:
         self.handles: list[ReplicaHandle] = []
         self.began = time.monotonic()
         self._told: dict[int, int] = {}
+        self._seen = FleetView(title=recipe.name, rows=())
 
     def run(self, specs: list[ReplicaSpec], *, plain: bool) -> int:
         before = signal.signal(signal.SIGTERM, _on_sigterm)
@@ -178,7 +180,8 @@ class _Launch:
             signal.signal(signal.SIGTERM, before)
         results = self.executor.collect(self.handles, timeout=10.0)
         self._blame()
-        self.reader.refresh()
+        with contextlib.suppress(ReplicationError):  # the summary is then of what was seen
+            self.reader.refresh()
         seconds = time.monotonic() - self.began
         fine = summarise(self.recipe, self.folder, self.reader.rounds, results, seconds=seconds)
         return code if fine else code or 1
@@ -210,8 +213,13 @@ class _Launch:
                 )
 
     def _view(self) -> FleetView:
-        self.reader.refresh()
-        view = self.reader.view(self.recipe.name)
+        title = self.recipe.name
+        try:
+            self.reader.refresh()
+            self._seen = self.reader.view(title)
+        except ReplicationError as error:  # the replicas try again by themselves; so does the next look
+            title = f"{title}: the store doesn't answer ({error})"
+        view = replace(self._seen, title=title)
         known = {row.replica: row for row in view.rows}
         rows: list[Row] = []
         for handle in self.handles:

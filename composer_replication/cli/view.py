@@ -15,6 +15,7 @@ from typing import Any
 from composer_replication.cli.live import FleetView, Row
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.history import decided
+from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.errors import ObjectMissing, StoreError
 from composer_replication.store import ObjectStore
 
@@ -42,6 +43,20 @@ class ClosedRound:
         return sum(losses) / len(losses) if losses else None
 
 
+def _closed_round(roster: Roster, before: int) -> ClosedRound:
+    steps = max((report.steps for report in roster.members or roster.others), default=0)
+    tokens = [report.tokens for report in roster.members]
+    return ClosedRound(
+        round=roster.round,
+        steps=steps,
+        position=before + steps,
+        members=tuple(report.replica for report in roster.members),
+        tokens=sum(t for t in tokens if t is not None) if tokens and None not in tokens else None,
+        absent=dict(roster.absent),
+        metrics={report.replica: dict(report.metrics) for report in roster.members},
+    )
+
+
 class RunReader:
     """Reads one run, again and again: rounds that were read once are kept."""
 
@@ -51,7 +66,7 @@ class RunReader:
         self.fleet: Mapping[str, Any] | None = None  # fleet.json
         self.trouble = ""  # why the open round was given up, if it was
         self.ended = False
-        self._attempt = 0
+        self._held = 0  # the attempt of the last round that holds
 
     def refresh(self) -> None:
         """Look for what is new. Raises StoreError if the store fails."""
@@ -59,32 +74,30 @@ class RunReader:
             self.fleet = self._json(keys.FLEET)
         if self.fleet is None:
             return
-        while (found := decided(self.store, self.run, len(self.rounds), self._attempt)) is not None:
-            roster = found.roster
-            if roster.kind != "roster":
-                self.trouble = roster.reason or roster.kind
-                self._attempt += 1
-                continue
-            reports = roster.members or roster.others
-            steps = max((report.steps for report in reports), default=0)
-            tokens = [report.tokens for report in roster.members if report.tokens is not None]
-            self.rounds.append(
-                ClosedRound(
-                    round=roster.round,
-                    steps=steps,
-                    position=(self.rounds[-1].position if self.rounds else 0) + steps,
-                    members=tuple(report.replica for report in roster.members),
-                    tokens=sum(tokens) if tokens and len(tokens) == len(roster.members) else None,
-                    absent=dict(roster.absent),
-                    metrics={report.replica: dict(report.metrics) for report in roster.members},
-                )
-            )
-            self.trouble, self._attempt = "", 0
+        if self.rounds:  # its roster may have been void: then another attempt follows
+            self._take(len(self.rounds) - 1, self._held + 1)
+        while self._take(len(self.rounds), 0):
+            pass
         self.ended = self._json(keys.FINAL) is not None
+
+    def _take(self, round: int, attempt: int) -> bool:
+        """Read the attempts of a round from `attempt` on; True if one of them holds."""
+        held = None
+        while (found := decided(self.store, self.run, round, attempt)) is not None:
+            if found.roster.kind == "roster":
+                held, self.trouble = found.roster, ""
+            else:
+                self.trouble = found.roster.reason or found.roster.kind
+            attempt += 1
+        if held is not None:
+            before = self.rounds[round - 1].position if round else 0
+            self.rounds[round:] = [_closed_round(held, before)]
+            self._held = held.attempt
+        return held is not None
 
     @property
     def run(self) -> str:
-        return str((self.fleet or {}).get("run") or (self.fleet or {}).get("nonce") or "")
+        return str((self.fleet or {}).get("nonce") or "")
 
     @property
     def replicas(self) -> int:

@@ -84,7 +84,7 @@ def test_a_wrong_schedule_is_one_sentence(capsys, arguments, words):
 def test_status_without_a_run(capsys, tmp_path):
     assert "no fleet.json" in output(capsys, "status", str(tmp_path), code=2)
     assert "isn't there" in output(capsys, "status", str(tmp_path / "no"), code=2)
-    assert "no store for ftp://" in output(capsys, "status", "ftp://host/x", code=2)
+    assert "no store for s4://" in output(capsys, "status", "s4://host/x", code=2)
     assert "--every" in output(capsys, "status", str(tmp_path), "--every", "0", code=2)
 
 
