@@ -133,7 +133,7 @@ class Collective(Protocol):
         ...
 
     def applied(self, take: Callable[[], Snapshot]) -> None:
-        """The last outcome's outer step was applied; `take()` gives the state it led to, for a checkpoint if one is due."""
+        """The last outcome's outer step was applied; `take()` gives the state it led to, for a checkpoint if due."""
         ...
 
     def publish(self, status: Mapping[str, Any]) -> None:
