@@ -10,7 +10,7 @@ import json
 import random
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,24 +22,24 @@ from composer_replication.collective.layout import Layout
 from composer_replication.collective.object_store import checkpoints, keys
 from composer_replication.collective.object_store.checkpoints import Manifest
 from composer_replication.collective.object_store.driver import drive
+from composer_replication.collective.object_store.ending import close_run
 from composer_replication.collective.object_store.events import Closed, Fail, Job, Timing
 from composer_replication.collective.object_store.failures import round_error
-from composer_replication.collective.object_store.fleet import agree_on_fleet, claim_replica, heartbeat
+from composer_replication.collective.object_store.fleet import agree_on_fleet, claim_replica
 from composer_replication.collective.object_store.garbage import Collector
 from composer_replication.collective.object_store.heartbeat import Heartbeat
 from composer_replication.collective.object_store.history import closed_roster, has_left, plan_at
-from composer_replication.collective.object_store.joining import backed_off, check_known, first_state
+from composer_replication.collective.object_store.joining import check_known, first_state
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.requests import Requests, create
 from composer_replication.collective.object_store.roster import Mode, Plan, Policy
 from composer_replication.collective.object_store.shards import ShardWork, Trace
-from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, dump, load
+from composer_replication.collective.object_store.waiting import backed_off, watching
+from composer_replication.collective.object_store.wire import dump
 from composer_replication.errors import (
     Fenced,
     Interrupted,
-    ObjectMissing,
     RoundError,
-    RoundTimeout,
     StoreError,
 )
 from composer_replication.store import ObjectStore, PrefixedStore, open_store
@@ -233,14 +233,41 @@ class ObjectStoreCollective:
             "checkpoint_every": self._every,
             "settings": json.loads(json.dumps(dict(settings))),
         }
-        self._run = agree_on_fleet(
-            self._store, own, offered.layout, nonce=self._nonce, resumed=resumed, trace=self._trace
-        )
-        about = {"host": socket.gethostname(), "run": self._run}
-        heart = Heartbeat(self._raw, self._replica, self._incarnation, self._heartbeat_seconds, about)
+        heart = Heartbeat(self._raw, self._replica, self._incarnation, self._heartbeat_seconds, socket.gethostname())
         heart.start()
         self._heart = heart
-        snapshot = offered if resumed else self._first_state(offered)
+        lowest = min(self.fleet)
+        wait = backed_off(
+            self._timing.poll_seconds,
+            self._timing.max_poll_seconds,
+            self._jitter,
+            self._pause,
+            clock=self._clock,
+            timeout_seconds=self._start_timeout,
+            waiting_for=f"replica {lowest} has not published the first weights in {self._store.uri}: "
+            "is it running, with the same store?",
+        )
+        self._run = agree_on_fleet(
+            self._store,
+            own,
+            offered.layout,
+            nonce=self._nonce,
+            resumed=resumed,
+            first=self._replica == lowest,
+            wait=wait,
+            trace=self._trace,
+        )
+        snapshot = offered
+        if not resumed:
+            snapshot = first_state(
+                self._store,
+                self._run,
+                offered,
+                replica=self._replica,
+                lowest=lowest,
+                wait=wait,
+                trace=self._trace,
+            )
         standing = check_known(self._store, self._run, snapshot, strict=self._policy.strict, fleet=self.fleet)
         self._tip = standing.tip
         self._attempts = dict(standing.attempts)
@@ -256,19 +283,6 @@ class ObjectStoreCollective:
         heart.watch(self._run, snapshot.round, self._attempts.get(snapshot.round, 0))
         heart.look()
         return snapshot
-
-    def _first_state(self, offered: Snapshot) -> Snapshot:
-        return first_state(
-            self._store,
-            self._run,
-            offered,
-            replica=self._replica,
-            lowest=min(self.fleet),
-            timeout_seconds=self._start_timeout,
-            clock=self._clock,
-            pauses=backed_off(self._timing.poll_seconds, self._timing.max_poll_seconds, self._jitter, self._pause),
-            trace=self._trace,
-        )
 
     # -- rounds
 
@@ -319,7 +333,7 @@ class ObjectStoreCollective:
             first_attempt=self._attempts.get(round, 0),
         )
         sent, received, self._waited = self._store.bytes_sent, self._store.bytes_received, 0.0
-        pause = self._pause if contribution is not None else self._watching(plan)
+        pause = self._pause if contribution is not None else self._watching(round, plan.expected)
         ending = drive(job, work, self._store, clock=self._clock, pause=pause, trace=self._trace, jitter=self._jitter)
         assert self._collector is not None
         self._collector.wrote(round, work.blobs)
@@ -433,26 +447,8 @@ class ObjectStoreCollective:
             keys.result(self._replica), json.dumps({**content, "result": dict(result)}, default=str).encode()
         )
         self._trace("after:result")
-        roster = self._roster
-        if roster is None or roster.expected_next:
-            return
-        results = {replica: self._result_of(replica) for replica in sorted(roster.present)}
-        if any(found != digest for found in results.values()):
-            return  # someone is still on the way, or ended elsewhere: final.json is for a unanimous end
-        self._trace("before:final")
-        create(
-            self._store,
-            keys.FINAL,
-            dump({"run": self._run, "rounds": roster.round + 1, "digest": digest, "replicas": list(results)}),
-        )
-        self._trace("after:final")
-
-    def _result_of(self, replica: int) -> str | None:
-        key = keys.result(replica)
-        try:
-            return str(load(self._store.get(key, max_bytes=MAX_POINTER_BYTES), key).get("digest"))
-        except ObjectMissing:
-            return None
+        if self._roster is not None and not self._roster.expected_next:
+            close_run(self._store, self._roster, digest, self._trace)
 
     def close(self) -> None:
         if self._closed:
@@ -489,30 +485,13 @@ class ObjectStoreCollective:
         self._sleep(seconds)
         self._waited += self._clock() - began
 
-    def _watching(self, plan: Plan) -> Callable[[float], None]:
-        """An onlooker's pause: no deadline of its own, but an end if everyone it waits for stands still."""
-        seen: dict[int, Any] = {}
-        since = looked = self._clock()
-
-        def pause(seconds: float) -> None:
-            nonlocal since, looked
-            self._pause(seconds)
-            now = self._clock()
-            if now - looked < self._heartbeat_seconds:
-                return
-            looked = now
-            for replica in self._others(plan.expected):
-                beat = heartbeat(self._raw, replica)
-                mark = (beat.get("incarnation"), beat.get("counter"))
-                if seen.get(replica) != mark:
-                    seen[replica], since = mark, now
-            if now - since > self._timing.timeout_seconds + 2 * self._heartbeat_seconds:
-                raise RoundTimeout(
-                    f"round {plan.round} of {self._store.uri} is open, and no heartbeat of replica "
-                    f"{', '.join(map(str, plan.expected))} has moved in {now - since:.0f} s"
-                )
-
-        return pause
-
-    def _others(self, replicas: Sequence[int]) -> list[int]:
-        return [replica for replica in replicas if replica != self._replica]
+    def _watching(self, round: int, expected: tuple[int, ...]) -> Callable[[float], None]:
+        return watching(
+            self._raw,
+            round,
+            tuple(replica for replica in expected if replica != self._replica),
+            pause=self._pause,
+            clock=self._clock,
+            heartbeat_seconds=self._heartbeat_seconds,
+            timeout_seconds=self._timing.timeout_seconds,
+        )

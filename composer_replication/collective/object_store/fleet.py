@@ -190,18 +190,27 @@ def agree_on_fleet(
     *,
     nonce: str,
     resumed: bool,
+    first: bool,
+    wait: Callable[[], None],
     trace: Callable[[str], None],
 ) -> str:
-    """Write fleet.json, or find that it says the same. Gives the run's nonce; raises FleetMismatch."""
+    """Write fleet.json (only the `first` id does), or find that it says the same. Gives the run's nonce.
+
+    One writer, so that a replica with a wrong setting is refused itself, and never the rest of the fleet. Raises
+    FleetMismatch; `wait` pauses, and raises when it has been too long.
+    """
     if resumed and not there(store, keys.FLEET):
         raise FleetMismatch(
             f"{store.uri} holds no run that could be resumed (no {keys.FLEET}): give the prefix that the checkpoint's "
             "run used, or start afresh without the checkpoint"
         )
     facts = {**own, "wire": WIRE_VERSION, "numerics": numerics_probe(), "layout": layout.to_json()}
-    trace("before:fleet")
-    create(store, keys.FLEET, dump({**facts, "nonce": nonce or os.urandom(8).hex()}))
-    trace("after:fleet")
+    if first:
+        trace("before:fleet")
+        create(store, keys.FLEET, dump({**facts, "nonce": nonce or os.urandom(8).hex()}))
+        trace("after:fleet")
+    while not there(store, keys.FLEET):
+        wait()
     found = load(store.get(keys.FLEET, max_bytes=MAX_POINTER_BYTES), keys.FLEET)
     theirs = str(found.get("nonce", ""))
     if nonce and theirs != nonce:

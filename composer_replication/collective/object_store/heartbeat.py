@@ -22,12 +22,12 @@ __all__ = ["Heartbeat"]
 
 
 class Heartbeat:
-    def __init__(self, store: ObjectStore, replica: int, incarnation: int, seconds: float, about: Mapping[str, Any]):
+    def __init__(self, store: ObjectStore, replica: int, incarnation: int, seconds: float, host: str) -> None:
         self._store = store
         self._replica = replica
         self._incarnation = incarnation
         self._seconds = seconds
-        self._about = dict(about)
+        self._host = host
         self._status: Mapping[str, Any] = {}
         self._counter = 0
         self._stop = threading.Event()
@@ -90,7 +90,7 @@ class Heartbeat:
         self._counter += 1
         try:
             content = {
-                **self._about,
+                "host": self._host,
                 "replica": self._replica,
                 "incarnation": self._incarnation,
                 "heartbeat_seconds": self._seconds,

@@ -5,7 +5,6 @@ Invariant: nobody trains from a state that the fleet hasn't been in.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 from composer_replication.collective.base import Snapshot
@@ -13,22 +12,10 @@ from composer_replication.collective.object_store import checkpoints, keys
 from composer_replication.collective.object_store.history import Standing, decided, declared_base, stand
 from composer_replication.collective.object_store.requests import there
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
-from composer_replication.errors import FleetMismatch, ObjectCorrupt, ObjectMissing, RoundTimeout
+from composer_replication.errors import FleetMismatch, ObjectCorrupt, ObjectMissing
 from composer_replication.store.base import ObjectStore
 
-__all__ = ["backed_off", "check_known", "first_state"]
-
-
-def backed_off(least: float, most: float, jitter: random.Random, pause: Callable[[float], None]) -> Callable[[], None]:
-    """Pauses that grow from `least` to `most`, each shortened at random so that replicas don't ask in step."""
-    seconds = least
-
-    def next_pause() -> None:
-        nonlocal seconds
-        pause(seconds * (0.5 + 0.5 * jitter.random()))
-        seconds = min(seconds * 1.5, most)
-
-    return next_pause
+__all__ = ["check_known", "first_state"]
 
 
 def first_state(
@@ -38,17 +25,14 @@ def first_state(
     *,
     replica: int,
     lowest: int,
-    timeout_seconds: float,
-    clock: Callable[[], float],
-    pauses: Callable[[], None],
+    wait: Callable[[], None],
     trace: Callable[[str], None],
 ) -> Snapshot:
-    """The fleet's newest checkpoint. The lowest id writes the first one; the others wait for it (RoundTimeout)."""
+    """The fleet's newest checkpoint. The lowest id writes the first one; the others `wait` for it."""
     if there(store, keys.FINAL):
         raise FleetMismatch(f"{store.uri} holds a run that has finished: choose another prefix for a new one")
     if offered.round != 0:
         raise ValueError(f"a fresh start offers round 0, got {offered.round}")
-    give_up = clock() + timeout_seconds
     while True:
         newest = checkpoints.latest_round(store)
         if newest is None and there(store, keys.manifest(0)):  # a listing may be behind
@@ -63,12 +47,7 @@ def first_state(
         if replica == lowest:
             checkpoints.commit(store, checkpoints.write_blobs(store, run, offered, trace), trace)
             continue
-        if clock() >= give_up:
-            raise RoundTimeout(
-                f"replica {lowest} has not published the first weights in {timeout_seconds:g} s ({store.uri}): "
-                "is it running, with the same store?"
-            )
-        pauses()
+        wait()
 
 
 def check_known(store: ObjectStore, run: str, snapshot: Snapshot, *, strict: bool, fleet: tuple[int, ...]) -> Standing:

@@ -1,6 +1,7 @@
 """A store as the rounds use it: what may pass is tried again, and everything is counted.
 
-Invariant: a refusal that means something (missing, there already, corrupt) is never tried again.
+Invariant: a refusal that means something (missing, there already, corrupt) is never tried again, nor is what the store
+itself has tried again for long enough.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES
-from composer_replication.errors import ObjectCorrupt, ObjectExists, ObjectMissing, StoreError
+from composer_replication.errors import (
+    ObjectCorrupt,
+    ObjectExists,
+    ObjectMissing,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+)
 from composer_replication.store.base import Buffer, ObjectStore
 
 __all__ = ["RETRY_SECONDS", "Requests", "create", "there"]
@@ -83,7 +91,7 @@ class Requests:
             self.count[kind] += 1
             try:
                 return call()
-            except (ObjectMissing, ObjectExists, ObjectCorrupt):
+            except (ObjectMissing, ObjectExists, ObjectCorrupt, StoreRefused, StoreUnavailable):
                 raise
             except StoreError:
                 if pause is None:

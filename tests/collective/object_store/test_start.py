@@ -185,6 +185,19 @@ def test_settings_out_of_range_name_themselves(settings: dict[str, Any]) -> None
         ObjectStoreCollective(MemoryStore(), **{"replica": 0, "replicas": 2, **settings})
 
 
+def test_a_replica_with_a_wrong_setting_never_shuts_the_others_out() -> None:
+    """It may come first: the lowest id says what the fleet is."""
+    store = MemoryStore()
+    results = run_threads(
+        [
+            lambda: attempt(lambda: (time.sleep(0.1), begin(join(store, 0, 2), SCALAR))),
+            lambda: attempt(lambda: begin(join(store, 1, 2, codec="int8"), SCALAR)),
+        ]
+    )
+    assert not isinstance(results[0], Exception)
+    assert isinstance(results[1], FleetMismatch) and "codec" in str(results[1])
+
+
 # -- from where
 
 
