@@ -23,10 +23,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "diloco": ("errors", "autoloco", "store", "collective", "diloco.outer_step"),
     "tasks": ("errors",),
     "recipe": ("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
-    "lightning": ("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
+    "adapter": ("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
+    "lightning": ("adapter", "errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
+    "composer": ("adapter", "errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
+    "run": ("isolate",),
     "lightning_zero_edit": ("isolate", "lightning"),
     "diloco.serverless": (
         *("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview", "recipe", "tasks", "lightning"),
+        "adapter",
     ),
     "cli": ("*",),
     "": ("*",),  # the package's own __init__ resolves names lazily

@@ -21,11 +21,11 @@ except ModuleNotFoundError as error:
         "composer_replication.lightning needs Lightning: pip install 'composer-replication[lightning]'", name=error.name
     ) from error
 
+from composer_replication.adapter.data import shard_iterable
+from composer_replication.adapter.files import latest_checkpoint
+from composer_replication.adapter.tokens import count_tokens
 from composer_replication.lightning.callback import AutoLoCoCallback
-from composer_replication.lightning.checkpoints import latest_checkpoint
-from composer_replication.lightning.data import shard_iterable
 from composer_replication.lightning.strategy import LocalReplicaStrategy, register
-from composer_replication.lightning.tokens import count_tokens
 
 __all__ = ["AutoLoCoCallback", "LocalReplicaStrategy", "count_tokens", "latest_checkpoint", "shard_iterable"]
 

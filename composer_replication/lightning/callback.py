@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -20,23 +19,21 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from composer_replication.adapter.files import write_checkpoint
+from composer_replication.adapter.options import read_options
+from composer_replication.adapter.session import Session
+from composer_replication.adapter.tokens import TokenFunction
 from composer_replication.autoloco.values import Policy
 from composer_replication.collective.base import Collective
-from composer_replication.collective.codec import check_codec
 from composer_replication.diloco.loop import OuterLoop
 from composer_replication.diloco.summary import FinalSummary, RoundSummary
-from composer_replication.errors import FleetMismatch, Interrupted
-from composer_replication.isolate import read_identity
-from composer_replication.lightning.checkpoints import separate_checkpoints, write_checkpoint
-from composer_replication.lightning.fit import Fit, FitOptions, final_of
-from composer_replication.lightning.meeting import given_collective, open_store
+from composer_replication.errors import Interrupted
+from composer_replication.lightning.checkpoints import separate_checkpoints
+from composer_replication.lightning.fit import Fit
 from composer_replication.lightning.report import log_round
-from composer_replication.lightning.settings import check_choice, make_settings
-from composer_replication.lightning.tokens import TokenFunction
 
 __all__ = ["AutoLoCoCallback"]
 
-_STATE_VERSION = 1
 _PREEMPTED = 128 + signal.SIGTERM  # exit status of a process that was told to stop before its work was done
 
 
@@ -110,72 +107,63 @@ class AutoLoCoCallback(pl.Callback):
         checkpoint_every: int | None = None,
         **options: Any,
     ) -> None:
-        named = {"base_horizon": base_horizon, "min_horizon": min_horizon, "max_horizon": max_horizon}
-        named |= {"horizon_step": horizon_step, "warmup_steps": warmup_steps}
-        outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "normalize": normalize}
-        self.policy, self.outer = make_settings(
-            policy, {**{k: v for k, v in named.items() if v is not None}, **outer, **options}
-        )
-        check_choice("replica_failure_policy", replica_failure_policy, ("strict", "skip"))
-        check_choice("weighting", weighting, ("equal", "tokens"))
-        check_choice("buffers", buffers, ("average", "local"))
-        check_choice("validate_with", validate_with, ("local", "shared"))
-        if not timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-        if checkpoint_every_rounds < 1:
-            raise ValueError(f"checkpoint_every_rounds must be at least 1, got {checkpoint_every_rounds!r}")
-        if collective is not None and store is not None:
-            raise ValueError("give a store or a collective, not both")
-        check_codec(codec)
-        if collective is not None:
-            identity, self._meet = given_collective(collective, replica=replica, replicas=replicas)
-        else:
-            identity = read_identity(replica=replica, replicas=replicas, launcher=launcher)
-            if min_replicas is not None and not 1 <= min_replicas <= identity.replicas:
-                raise ValueError(f"min_replicas must be between 1 and {identity.replicas}, got {min_replicas!r}")
-            self._meet = open_store(
-                store,
-                identity,
-                run=run,
-                interrupted=self._told_to_stop,
-                codec=codec,
-                failure_policy=replica_failure_policy,
-                min_replicas=min_replicas,
-                timeout_seconds=timeout,
-                checkpoint_every=checkpoint_every,
-            )
-        self._options = FitOptions(
-            identity=identity,
-            policy=self.policy,
-            outer=self.outer,
+        self._options = read_options(
+            store,
+            interrupted=self._told_to_stop,
+            replica=replica,
+            replicas=replicas,
+            launcher=launcher,
+            collective=collective,
+            run=run,
+            policy=policy,
+            base_horizon=base_horizon,
+            min_horizon=min_horizon,
+            max_horizon=max_horizon,
+            horizon_step=horizon_step,
+            warmup_steps=warmup_steps,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            normalize=normalize,
+            codec=codec,
+            replica_failure_policy=replica_failure_policy,
+            min_replicas=min_replicas,
+            timeout=timeout,
             outer_device=outer_device,
             weighting=weighting,
             buffers=buffers,
             optimizer=optimizer,
             pad_token_id=pad_token_id,
             token_fn=token_fn,
+            validate_with=validate_with,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every_rounds=checkpoint_every_rounds,
+            checkpoint_every=checkpoint_every,
+            **options,
         )
-        self.identity = identity
-        self._validate_with = validate_with
-        self._checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
-        self._checkpoint_every_rounds = checkpoint_every_rounds
-        self.rounds: list[RoundSummary] = []
-        self.final: FinalSummary | None = None
+        self.policy, self.outer, self.identity = self._options.policy, self._options.outer, self._options.identity
+        self._session: Session[Fit] = Session(self._options)
         self._trainer: pl.Trainer | None = None
-        self._fit: Fit | None = None
-        self._fits = 0  # begun so far: each is a run of its own
-        self._stash: dict[str, Any] | None = None
         self._swap: AbstractContextManager[None] | None = None
+
+    @property
+    def rounds(self) -> list[RoundSummary]:
+        """The closed rounds of the present or last fit."""
+        return self._session.rounds
+
+    @property
+    def final(self) -> FinalSummary | None:
+        """How the last fit ended; None while it runs."""
+        return self._session.final
 
     @property
     def loop(self) -> OuterLoop | None:
         """The outer loop of the present or last fit."""
-        return self._fit.loop if self._fit is not None else None
+        return self._session.fit.loop if self._session.fit is not None else None
 
     @property
     def said(self) -> list[str]:
         """The warnings of the present or last fit."""
-        return self._fit.said if self._fit is not None else []
+        return self._session.fit.said if self._session.fit is not None else []
 
     @property
     @override
@@ -184,9 +172,6 @@ class AutoLoCoCallback(pl.Callback):
 
     def _told_to_stop(self) -> bool:
         return self._trainer is not None and self._trainer.received_sigterm
-
-    def _running(self) -> Fit | None:
-        return self._fit if self._fit is not None and self.final is None else None
 
     # -- the fit -------------------------------------------------------------------------------------------------
 
@@ -204,7 +189,7 @@ class AutoLoCoCallback(pl.Callback):
                 f"this Trainer runs {trainer.world_size} processes, and a replica is one process: use devices=1, "
                 "num_nodes=1 and strategy='local_replica', and start one process for each replica"
             )
-        self._trainer, self._stash = trainer, None
+        self._trainer, self._session.stash = trainer, None
         separate_checkpoints(trainer, self.identity)
 
     @override
@@ -212,54 +197,35 @@ class AutoLoCoCallback(pl.Callback):
         self._begin(trainer, pl_module)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        stash = self._stash
-        saved = stash["fit_state"] if stash is not None else None
-        if stash is not None:
-            # A checkpoint of a run that has ended is where the next run starts.
-            self._fits = stash["fit"] + int(stash["fit_state"]["loop"]["ended"])
-            saved = None if stash["fit_state"]["loop"]["ended"] else saved
-        elif self.final is not None:
-            self._fits += 1
-        self.rounds, self.final = [], None
-
         def closed(summary: RoundSummary, metrics: Mapping[str, float]) -> None:
-            self.rounds.append(summary)
             log_round(trainer, pl_module, metrics)
-            if (summary.round + 1) % self._checkpoint_every_rounds == 0 and not summary.ended:
+            if self._session.saves_after(summary):
                 self._save(trainer)
 
-        self._fit = Fit(trainer, pl_module, self._meet(self._fits), self._options, closed)
-        try:
-            with _preemption():
-                self._stash = None
-                self._fit.start(saved)
-        except BaseException:
-            # Nothing has begun here: what is on the disk stays the newest there is.
-            self._stash, fit, self._fit = stash, self._fit, None
-            fit.stop()
-            raise
+        with _preemption():
+            self._session.begin(lambda met, then: Fit(trainer, pl_module, met, self._options, then), closed)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if fit := self._running():
+        if fit := self._session.running:
             fit.batch_begins(batch)
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if fit := self._running():
+        if fit := self._session.running:
             fit.steps.attempted(optimizer)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if fit := self._running():
+        if fit := self._session.running:
             with _preemption():
-                self.final = fit.batch_ends(outputs)
+                self._session.final = fit.batch_ends(outputs)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -269,26 +235,26 @@ class AutoLoCoCallback(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning skips the training hooks when there is nothing to train: no batch at all, or a fit that was
         # complete but for the wait for the others. Both still belong to the fleet until its run ends.
-        if self._stash is not None and self._stash["fit_state"]["loop"]["ended"]:
-            self.final = final_of(self._stash["fit_state"]["loop"])
+        if (ended := self._session.stashed_end) is not None:
+            self._session.final = ended
             return
         nothing = trainer.fit_loop.max_batches == 0 or trainer.limit_train_batches == 0
-        if self._stash is not None or (nothing and self._running() is None and self.final is None):
+        if self._session.stash is not None or (nothing and self._session.running is None and self.final is None):
             self._begin(trainer, pl_module)
             self._end(trainer)
 
     def _end(self, trainer: pl.Trainer) -> None:
-        if fit := self._running():
+        if fit := self._session.running:
             with _preemption():
-                self.final = fit.leave()
-        if self._fit is not None:
+                self._session.final = fit.leave()
+        if self._session.fit is not None:
             self._save(trainer)
-            self._fit.stop()
+            self._session.fit.stop()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._swap_back()
-        fit = self._running()
+        fit = self._session.running
         if fit is None:
             return
         try:
@@ -306,8 +272,8 @@ class AutoLoCoCallback(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        fit = self._running()
-        if self._validate_with == "shared" and fit is not None and trainer.state.fn == TrainerFn.FITTING:
+        fit = self._session.running
+        if self._options.validate_with == "shared" and fit is not None and trainer.state.fn == TrainerFn.FITTING:
             self._swap = fit.loop.shared_weights()
             self._swap.__enter__()
 
@@ -324,31 +290,21 @@ class AutoLoCoCallback(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._stash is not None:
-            return self._stash
-        if self._fit is None or not self._fit.loop.started:
-            return {}
-        return {"version": _STATE_VERSION, "fit": self._fits, "fit_state": self._fit.state_dict()}
+        return self._session.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # The model isn't in place yet: used in on_train_start.
-        if state_dict.get("version") != _STATE_VERSION:
-            raise FleetMismatch(
-                f"the checkpoint's AutoLoCo state has version {state_dict.get('version')}, "
-                f"this package reads {_STATE_VERSION}"
-            )
-        self._stash = dict(state_dict)
+        self._session.load_state_dict(state_dict)
 
     def _save(self, trainer: pl.Trainer) -> None:
         """This replica's own durable checkpoint."""
-        if self._checkpoint_dir is not None and self._fit is not None:
+        if self._options.checkpoint_dir is not None and self._session.fit is not None:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             write_checkpoint(
-                self._checkpoint_dir,
+                self._options.checkpoint_dir,
                 self.identity.replica,
                 checkpoint,
-                round=self._fit.loop.round,
+                round=self._session.fit.loop.round,
                 step=trainer.global_step,
             )
 

@@ -1,53 +1,15 @@
-"""What one interval looked like, for people: loss, speed, the progress bar, loggers, heartbeat.
+"""A round's metrics for Lightning's loggers and progress bar.
 
-Invariant: decides nothing, and waits for the device only at boundaries.
+Invariant: decides nothing.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 
-__all__ = ["Interval", "log_round"]
-
-
-class Interval:
-    """Sums over the batches of one interval."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self.reset()
-
-    def reset(self) -> None:
-        self._loss: float | Tensor = 0.0
-        self._batches = 0
-        self._began = self._clock()
-
-    def batch(self, outputs: Any) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._loss = self._loss + loss.detach().reshape(())
-            self._batches += 1
-
-    def metrics(self, tokens: int | None) -> dict[str, float]:
-        """Waits for the device."""
-        seconds = max(self._clock() - self._began, 1e-9)
-        found: dict[str, float] = {}
-        if self._batches:
-            found["loss"] = float(self._loss) / self._batches
-        if tokens:
-            found["tokens_per_second"] = tokens / seconds
-        return found
-
-    def state(self) -> list[float]:
-        return [float(self._loss), float(self._batches)]
-
-    def restore(self, state: list[float]) -> None:
-        self._loss, self._batches = state[0], int(state[1])
+__all__ = ["log_round"]
 
 
 def log_round(trainer: Trainer, module: LightningModule, metrics: Mapping[str, float]) -> None:

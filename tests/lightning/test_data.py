@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
+from composer_replication.adapter.data import fingerprint
 from composer_replication.collective.in_process import InProcessFleet
 from composer_replication.isolate import Identity
 from composer_replication.lightning import shard_iterable
-from composer_replication.lightning.data import fingerprint, unsharded_reason
+from composer_replication.lightning.data import unsharded_reason
 from tests.lightning.helpers import Numbered, Tiny, callback, flat, in_threads, loader, trainer
 
 

@@ -14,10 +14,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
+from composer_replication.adapter.files import write_checkpoint
 from composer_replication.collective.in_process import InProcessFleet
 from composer_replication.errors import FleetMismatch
 from composer_replication.lightning import latest_checkpoint
-from composer_replication.lightning.checkpoints import write_checkpoint
 from tests.lightning.helpers import (
     Numbered,
     Tiny,

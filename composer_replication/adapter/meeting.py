@@ -1,6 +1,6 @@
 """Where the replicas meet: a store that is opened when a fit begins, or a collective that the caller has made.
 
-Invariant: nothing is opened before a fit begins, so that building a callback has no effect.
+Invariant: nothing is opened before a fit begins, so that building an adapter has no effect.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ def open_store(store: Any, identity: Identity, *, run: str, interrupted: Callabl
     """Opens the run of a fit inside `store`: a URI, or an open store; None: COMPOSER_REPLICATION_STORE."""
     where = store if store is not None else os.environ.get(STORE)
     if where is None or where == "":
-        raise ValueError(
-            f"no store: say where the replicas meet, e.g. AutoLoCoCallback('file:///shared/run1', ...), or set {STORE}"
-        )
+        raise ValueError(f"no store: say where the replicas meet, e.g. store='file:///shared/run1', or set {STORE}")
 
     given = {name: value for name, value in settings.items() if value is not None}
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from composer_replication.lightning.tokens import TokenCount
+from composer_replication.adapter.tokens import TokenCount
 from composer_replication.preview import group_weights, mean_rate
 
 __all__ = ["StepRecorder"]
@@ -21,6 +21,9 @@ __all__ = ["StepRecorder"]
 
 class StepRecorder:
     """Hooks on the optimizers of one fit.
+
+    `last` is (True, flag) if the batch that ended last took a step; the flag is 1 on the device if a fused optimizer
+    left the weights alone all the same, and None if it can't have.
 
     Args:
         optimizers: the trainer's, unwrapped.
@@ -36,6 +39,8 @@ class StepRecorder:
         self._weights: tuple[int, ...] = ()
         self._attempts = 0
         self._stepped = False
+        self.last: tuple[bool, Tensor | None] = (False, None)
+        self._taken: tuple[bool, Tensor | None] = (False, None)
         self._handles: list[Any] = [opt.register_step_pre_hook(self._before) for opt in optimizers]
         self._handles.append(self.optimizer.register_step_post_hook(self._after))
         self.weigh()
@@ -57,6 +62,7 @@ class StepRecorder:
 
     def end_batch(self) -> bool:
         """Forget the tokens of a window whose step was skipped; True if a step was taken or skipped in this batch."""
+        self.last, self._taken = self._taken, (False, None)
         if self._attempts > 0:
             self.tokens.drop()
         stepped, self._attempts, self._stepped = self._stepped or self._attempts > 0, 0, False
@@ -87,6 +93,7 @@ class StepRecorder:
         # Read after the step, before any scheduler: a closure may set the rate, so that before the step is too early.
         rates = [lr.detach().clone() if isinstance(lr := g["lr"], Tensor) else lr for g in optimizer.param_groups]
         self._steps.append((rates, skipped))
+        self._taken = (True, skipped)
         self.tokens.step(skipped)
 
     def _mean(self, rates: list[Any]) -> float:

@@ -1,4 +1,4 @@
-"""The callback's keyword arguments, made into the frozen values that the core takes.
+"""An adapter's keyword arguments, made into the frozen values that the core takes.
 
 Invariant: a name that nothing takes is refused, with the nearest name that something does.
 """

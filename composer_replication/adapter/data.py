@@ -1,0 +1,88 @@
+"""Which part of the data each replica sees, and how replicas notice that they see the same.
+
+Invariant: equal first batches are found by their content, whatever loader they came from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+
+from composer_replication.isolate import Identity, read_identity
+
+__all__ = ["ShardedIterable", "equal_first_batches", "fingerprint", "shard_iterable", "shuffle_seed"]
+
+
+class ShardedIterable(IterableDataset[Any]):
+    """Every item of `dataset` for exactly one replica and one loader worker; see `shard_iterable`."""
+
+    def __init__(self, dataset: Iterable[Any], identity: Identity) -> None:
+        self.dataset = dataset
+        self.identity = identity
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        workers, index = (worker.num_workers, worker.id) if worker is not None else (1, 0)
+        # Item i belongs to replica i mod R, however many workers a replica has.
+        first = index * self.identity.replicas + self.identity.replica
+        return islice(iter(self.dataset), first, None, workers * self.identity.replicas)
+
+    def __len__(self) -> int:
+        total = len(self.dataset)  # type: ignore[arg-type]  # TypeError where it has no length, as for any dataset
+        return len(range(self.identity.replica, total, self.identity.replicas))
+
+
+def shard_iterable(dataset: Iterable[Any], replica: int | None = None, replicas: int | None = None) -> ShardedIterable:
+    """This replica's share of an iterable dataset: item i goes to replica i mod replicas, split among loader workers.
+
+    `dataset` must give all items, in the same order, to every process and worker: it must not split them itself.
+    Without numbers the replica's identity comes from the environment. Raises ValueError if it isn't there.
+    """
+    return ShardedIterable(dataset, read_identity(replica=replica, replicas=replicas))
+
+
+def shuffle_seed(loaders: Sequence[Any]) -> int | None:
+    """The seed that the shards of shuffled loaders are cut with: shards overlap unless it is equal everywhere."""
+    for loader in loaders:
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, DistributedSampler) and sampler.shuffle:
+            return int(sampler.seed)
+    return None
+
+
+def fingerprint(batch: Any) -> float:
+    """A number that equal batches share, exact in a float (48 bits)."""
+    hasher = hashlib.blake2b(digest_size=6)
+    _update(hasher, batch)
+    return float(int.from_bytes(hasher.digest(), "big"))
+
+
+def equal_first_batches(replica: int, members: Mapping[int, Mapping[str, float]]) -> list[int]:
+    """The other replicas whose first batch was the same as ours."""
+    mine = members.get(replica, {}).get("first_batch")
+    if mine is None:
+        return []
+    return sorted(r for r, metrics in members.items() if r != replica and metrics.get("first_batch") == mine)
+
+
+def _update(hasher: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        hasher.update(flat.view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key in value:
+            hasher.update(str(key).encode())
+            _update(hasher, value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _update(hasher, item)
+    else:
+        hasher.update(repr(value).encode())
