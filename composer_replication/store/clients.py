@@ -228,7 +228,7 @@ def _s3(options: dict[str, str], given: dict[str, Any]) -> Client:
         "read_timeout": STALL_SECONDS,
         "tcp_keepalive": True,
         "max_pool_connections": 32,
-        "retries": {"mode": "standard", "total_max_attempts": 2},
+        "retries": {"mode": "standard", "total_max_attempts": 1},
         "request_checksum_calculation": checksums,
         "response_checksum_validation": checksums,
         "s3": {"addressing_style": options.get("addressing_style", "auto")},
@@ -236,7 +236,7 @@ def _s3(options: dict[str, str], given: dict[str, Any]) -> Client:
     client = {"region_name": options["region"]} if "region" in options else {}
     rest = {name: options[name] for name in ("endpoint_url", "profile") if name in options}
     fs = library("s3fs").S3FileSystem(**{"config_kwargs": config, "client_kwargs": client, **rest, **given})
-    fs.retries = 1  # trying again is RemoteStore's; the client's own second try is for cut connections
+    fs.retries = 1  # trying again is RemoteStore's, which knows the time limit
     return S3Client(fs)
 
 

@@ -124,6 +124,11 @@ _WORDS: dict[Kind, str] = {
     "full": "the store has no room left, or its quota is used up",
 }
 
+_NAMED_SECRET = re.compile(
+    r"""(?i)([\w-]*(?:secret|password|token|signature|\bsig|access_?key|account_?key)[\w-]*"""
+    r"""(?:\s*=\s*|['"]\s*:\s*['"]?))[^\s,;'"&]+"""
+)
+
 
 def kind_of(error: BaseException) -> Kind:
     """What `error` means, by the first of its chain of causes that says anything, its innermost code first."""
@@ -151,9 +156,7 @@ def redact(text: str, secrets: Iterable[str] = ()) -> str:
             text = text.replace(secret, "…")
     text = re.sub(r"(?<=://)[^/\s@'\"]+@", "…@", text)
     text = re.sub(r"\?[^\s'\"<>]+=[^\s'\"<>]*", "?…", text)
-    return re.sub(
-        r"(?i)\b((?:account|access)?_?(?:key|secret|signature|sig|token)\w*\s*[=:]\s*)[^\s,;'\"&]+", r"\1…", text
-    )
+    return _NAMED_SECRET.sub(r"\1…", text)
 
 
 def _secrets_of_environment() -> list[str]:
