@@ -41,7 +41,8 @@ _CODES: dict[str, Kind] = {
     "nosuchbucket": "bucket",
     "containernotfound": "bucket",
     "containerbeingdeleted": "bucket",
-    "repositorynotfound": "bucket",
+    "reponotfound": "bucket",
+    "revisionnotfound": "bucket",
     "preconditionfailed": "exists",
     "blobalreadyexists": "exists",
     "invalidrange": "empty range",
@@ -102,7 +103,6 @@ _CLASSES: dict[str, Kind] = {
     **dict.fromkeys(("ServiceRequestError", "ServiceResponseError", "TransportError", "gaierror"), "unreachable"),
     **dict.fromkeys(("IncompleteRead", "IncompleteReadError", "ProtocolError", "RequestException"), "unreachable"),
     "ResponseStreamingError": "unreachable",
-    "RepositoryNotFoundError": "bucket",
     "ResponseParserError": "server",
     "FileNotFoundError": "missing",
     "FileExistsError": "exists",
@@ -177,6 +177,7 @@ def _by_code(error: BaseException) -> Kind | None:
     details: Any = error
     codes: list[Any] = [getattr(details, "error_code", None), getattr(details, "code", None)]
     codes.append(_answer(error, "Error", "Code"))
+    codes.append(_header(error, "X-Error-Code"))
     for code in codes:
         name = str(getattr(code, "value", code)).lower()
         if name in _CODES:
@@ -207,6 +208,11 @@ def _answer(error: BaseException, *names: str) -> Any:
     for name in names:
         found = cast("dict[str, Any]", found).get(name) if isinstance(found, dict) else None
     return found
+
+
+def _header(error: BaseException, name: str) -> Any:
+    headers: Any = getattr(getattr(error, "response", None), "headers", None)
+    return headers.get(name) if hasattr(headers, "get") else None
 
 
 def _by_class(error: BaseException) -> Kind | None:
