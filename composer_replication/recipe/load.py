@@ -26,7 +26,7 @@ _CREDENTIAL = re.compile(
     r"|^token$",
     re.IGNORECASE,
 )
-_FREE = {"args", "trainer_args", "env"}  # sections whose keys are the user's own
+_SIGNATURE = re.compile(r"^sig$|signature|^x-(amz|goog)-|accesskeyid$", re.IGNORECASE)  # of pre-signed links
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -186,9 +186,14 @@ def _refuse_credentials(values: Any, prefix: str, place: Place) -> None:
             _refuse_credentials(value, f"{dotted}.", place)
     elif isinstance(values, str):
         head, separator, rest = values.partition("://")
-        authority = rest.split("/", 1)[0]
-        if separator and " " not in head and ":" in authority.rpartition("@")[0]:
-            raise RecipeError(f"{place.of(prefix[:-1])}: the URI holds a password; set it in the environment instead")
+        authority, query = rest.split("/", 1)[0], rest.partition("?")[2]
+        if not separator or " " in head:
+            return
+        names = [part.partition("=")[0] for part in query.replace(";", "&").split("&")]
+        if ":" in authority.rpartition("@")[0] or any(_CREDENTIAL.search(n) or _SIGNATURE.search(n) for n in names):
+            raise RecipeError(
+                f"{place.of(prefix[:-1])}: the URI holds a password or a signature; set it in the environment instead"
+            )
 
 
 def _rename_class(config: Any, OmegaConf: Any) -> Any:

@@ -118,6 +118,10 @@ def test_a_mistake_is_one_sentence_that_names_the_key(override, words):
 def test_secrets_are_not_repeated_in_messages():
     assert "hunter2" not in told(["model.args.password=hunter2"])
     assert "hunter2" not in told(["store.uri=s3://me:hunter2@bucket/run"])
+    for link in ("az://c/run?sv=1&sig=hunter2", "https://h/x?X-Amz-Signature=hunter2", "s3://b/r?token=hunter2"):
+        message = told([f"store.uri={link}"])
+        assert "store.uri" in message and "environment" in message and "hunter2" not in message
+    assert recipe_from(BASE, ["data.args.url=https://host/x?page=2&sort=name"]).data.args["url"].endswith("name")
 
 
 @pytest.mark.parametrize(
