@@ -23,7 +23,7 @@ from composer_replication.collective.reduce import part_sizes
 from composer_replication.errors import ObjectCorrupt, ObjectMissing
 from composer_replication.store.base import ObjectStore
 
-__all__ = ["Manifest", "collect_checkpoints", "commit", "latest_round", "read", "write_blobs"]
+__all__ = ["Manifest", "collect_checkpoints", "commit", "digest_of", "latest_round", "read", "write_blobs"]
 
 Trace = Callable[[str], None]
 
@@ -75,6 +75,12 @@ def latest_round(store: ObjectStore) -> int | None:
     """The round of the newest checkpoint."""
     rounds = [keys.manifest_round(key) for key in store.list(keys.CHECKPOINTS)]
     return max((round for round in rounds if round is not None), default=None)
+
+
+def digest_of(store: ObjectStore, round: int) -> str:
+    """The digest of the state that a checkpoint holds. Raises ObjectMissing."""
+    key = keys.manifest(round)
+    return str(load(store.get(key, max_bytes=MAX_POINTER_BYTES), key).get("digest"))
 
 
 def read(store: ObjectStore, run: str, round: int) -> Snapshot:

@@ -11,7 +11,6 @@ from composer_replication.collective.base import Snapshot
 from composer_replication.collective.object_store import checkpoints, keys
 from composer_replication.collective.object_store.history import Standing, decided, declared_base, stand
 from composer_replication.collective.object_store.requests import there
-from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
 from composer_replication.errors import FleetMismatch, ObjectCorrupt, ObjectMissing
 from composer_replication.store.base import ObjectStore
 
@@ -46,6 +45,9 @@ def first_state(
                 continue  # it was collected while it was read: there is a newer one
         if replica == lowest:
             checkpoints.commit(store, checkpoints.write_blobs(store, run, offered, trace), trace)
+            newest = checkpoints.latest_round(store)
+            if newest in (None, 0) and checkpoints.digest_of(store, 0) == offered.digest:
+                return offered  # what was written just now needn't be read back, nor held twice
             continue
         wait()
 
@@ -59,9 +61,8 @@ def check_known(store: ObjectStore, run: str, snapshot: Snapshot, *, strict: boo
             "another run; give that run's prefix, or start without the checkpoint"
         )
     standing = stand(store, run, round, strict=strict)
-    key = keys.manifest(round)
-    if there(store, key):
-        known.add(str(load(store.get(key, max_bytes=MAX_POINTER_BYTES), key).get("digest")))
+    if there(store, keys.manifest(round)):
+        known.add(checkpoints.digest_of(store, round))
     elif round == 0:
         raise FleetMismatch(f"{store.uri} has no first weights: start without the checkpoint")
     attempt = standing.attempts[round]
