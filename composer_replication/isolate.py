@@ -10,7 +10,18 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-__all__ = ["ENABLE", "LAUNCHERS", "REPLICA", "REPLICAS", "SETTINGS", "STORE", "Identity", "isolate", "read_identity"]
+__all__ = [
+    "ENABLE",
+    "LAUNCHERS",
+    "REPLICA",
+    "REPLICAS",
+    "SETTINGS",
+    "STORE",
+    "Identity",
+    "isolate",
+    "isolate_world",
+    "read_identity",
+]
 
 REPLICA = "COMPOSER_REPLICATION_REPLICA"
 REPLICAS = "COMPOSER_REPLICATION_REPLICAS"
@@ -22,6 +33,7 @@ SETTINGS = "COMPOSER_REPLICATION_SETTINGS"
 # launcher: (its id of this process, its number of processes, its id on this machine)
 LAUNCHERS: dict[str, tuple[str, str, str]] = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "composer": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "slurm-array": ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", ""),
     "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -116,6 +128,114 @@ def isolate(
         environ.pop(name, None)
     environ[REPLICA], environ[REPLICAS] = str(identity.replica), str(identity.replicas)
     return identity
+
+
+def isolate_world(
+    ranks_per_replica: int = 1, *, launcher: str | None = None, environ: MutableMapping[str, str] = os.environ
+) -> Identity:
+    """Cut the launcher's world into replicas of consecutive ranks, each a world of its own. Call it before any trainer.
+
+    For launchers that start every process of the fleet (composer, torchrun, srun, mpirun), and for one launch per
+    replica with COMPOSER_REPLICATION_REPLICA and _REPLICAS set, whose world stays as it is. Rewrites RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT, narrows CUDA_VISIBLE_DEVICES to the replica's
+    devices, appends -replica<id> to RUN_NAME and COMPOSER_RUN_NAME, and sets COMPOSER_REPLICATION_REPLICA and
+    _REPLICAS. Calling it again changes nothing. Raises ValueError, with the environment untouched, if the variables
+    contradict each other.
+    """
+    k = ranks_per_replica
+    if k < 1:
+        raise ValueError(f"ranks per replica must be at least 1, got {k}")
+    rank, size, local, local_size = _launched(launcher, environ)
+    if size != k and (size % k or local_size % k):
+        raise ValueError(
+            f"{size} processes ({local_size} on this machine) can't be cut into replicas of {k} on one machine each: "
+            f"start a multiple of {k} on each machine"
+        )
+    given = {name: _number(environ, name) for name in (REPLICA, REPLICAS)}
+    if size == k:  # one replica a launch: only the environment can know of the others
+        explicit = all(value is not None for value in given.values())
+        if not explicit and any(value is not None for value in given.values()):
+            raise ValueError(f"set both {REPLICA} and {REPLICAS}, or neither")
+        identity = read_identity(environ=environ) if explicit else Identity(replica=0, replicas=1)
+    else:
+        identity = Identity(replica=rank // k, replicas=size // k)
+        for name, found in ((REPLICA, identity.replica), (REPLICAS, identity.replicas)):
+            if given[name] is not None and given[name] != found:
+                raise ValueError(
+                    f"{name}={given[name]} contradicts the launcher: process {rank} of {size}, {k} a replica, is "
+                    f"replica {identity.replica} of {identity.replicas}; unset it, or launch each replica by itself"
+                )
+    if size != k or k == 1:
+        _narrow(rank % k, local, k, alone=size == k, environ=environ)
+    if identity.replicas > 1:
+        for name in ("RUN_NAME", "COMPOSER_RUN_NAME"):
+            suffix = f"-replica{identity.replica}"
+            if environ.get(name) and not environ[name].endswith(suffix):
+                environ[name] += suffix
+    environ[REPLICA], environ[REPLICAS] = str(identity.replica), str(identity.replicas)
+    return identity
+
+
+def _narrow(rank: int, local: int, count: int, *, alone: bool, environ: MutableMapping[str, str]) -> None:
+    """Make the replica of the process with this `local` rank a world of `count`, in which it is `rank`."""
+    first = local // count * count
+    devices = None if alone else _devices(first, count, environ)
+    port = environ.get("MASTER_PORT", "")
+    for name in _WORLD:
+        environ.pop(name, None)
+    environ.update({"RANK": str(rank), "LOCAL_RANK": str(local - first), "NODE_RANK": "0"})
+    environ.update({"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)})
+    if port.isdigit():
+        # One port for each replica of a machine, and none that the launcher itself may hold.
+        port = port if alone else str(1024 + (int(port) - 1023 + first // count) % 64512)
+        environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+    if devices is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = devices
+
+
+def _launched(launcher: str | None, environ: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """(rank, world size, rank on this machine, processes on this machine); one process if nobody says otherwise."""
+    chosen = launcher or environ.get(LAUNCHER)
+    if chosen:
+        chosen = _named(chosen, environ)
+    else:
+        # composer inside srun: the inner launcher, which started this process, is the one that counts.
+        chosen = next((n for n in ("torchrun", "slurm", "openmpi", "mpi") if LAUNCHERS[n][0] in environ), None)
+    if chosen is None:
+        return 0, 1, 0, 1
+    names = LAUNCHERS[chosen]
+    rank, size = _number(environ, names[0]), _number(environ, names[1]) if names[1] else None
+    if rank is None or size is None:
+        raise ValueError(f"{names[0]} and {names[1] or REPLICAS} must both be set where {chosen} starts the processes")
+    local = _number(environ, names[2]) if names[2] else None
+    count = _number(environ, "LOCAL_WORLD_SIZE") if names[0] == "RANK" else None
+    local = rank if local is None else local
+    count = size if count is None else count
+    if not 0 <= rank < size or not 0 <= local < count <= size or local > rank:
+        raise ValueError(
+            f"the launcher's variables contradict each other: {names[0]}={rank}, {names[1]}={size}, "
+            f"{names[2] or 'local rank'}={local}, {count} processes on this machine: leftovers of another launch? "
+            "unset them, or start through one launcher only"
+        )
+    return rank, size, local, count
+
+
+def _devices(first: int, count: int, environ: Mapping[str, str]) -> str | None:
+    """CUDA_VISIBLE_DEVICES of the replica whose first process is the `first` of its machine; None: leave it."""
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    if text is not None and not text.strip():
+        return None  # hidden on purpose
+    if text is None:
+        return ",".join(str(index) for index in range(first, first + count))
+    visible = [name.strip() for name in text.split(",") if name.strip()]
+    if len(visible) == 1 and count == 1:
+        return None  # chosen for this process already, or meant to be shared
+    if first + count > len(visible):
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES shows {len(visible)} devices, and this replica's would be {first} to "
+            f"{first + count - 1}: start fewer processes on this machine"
+        )
+    return ",".join(visible[first : first + count])
 
 
 def _named(launcher: str, environ: Mapping[str, str]) -> str:

@@ -30,10 +30,11 @@ class Session(Generic[D]):
         self.fit: D | None = None
         self.stash: dict[str, Any] | None = None
         self._fits = 0  # begun so far
+        self._abandoned = False
 
     @property
     def running(self) -> D | None:
-        return self.fit if self.fit is not None and self.final is None else None
+        return self.fit if self.fit is not None and self.final is None and not self._abandoned else None
 
     @property
     def stashed_end(self) -> FinalSummary | None:
@@ -52,7 +53,7 @@ class Session(Generic[D]):
             saved = None if stash["fit_state"]["loop"]["ended"] else saved
         elif self.final is not None:
             self._fits += 1
-        self.rounds, self.final = [], None
+        self.rounds, self.final, self._abandoned = [], None, False
 
         def round_closed(summary: RoundSummary, metrics: Mapping[str, float]) -> None:
             self.rounds.append(summary)
@@ -67,6 +68,17 @@ class Session(Generic[D]):
             self.stash, self.fit = stash, None
             fit.stop()
             raise
+
+    def abandon(self, what: str, **more: Any) -> None:
+        """The fit ends before its run does: say so, and stop. Harmless when called again, or after the end."""
+        fit = self.running
+        if fit is None:
+            return
+        self._abandoned = True
+        try:
+            fit.publish(what, **more)
+        finally:
+            fit.stop()
 
     def saves_after(self, summary: RoundSummary) -> bool:
         """This replica's own checkpoint is due after this round."""

@@ -254,19 +254,17 @@ class AutoLoCoCallback(pl.Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._swap_back()
-        fit = self._session.running
-        if fit is None:
+        if self._session.running is None:
             return
-        try:
-            if isinstance(exception, SIGTERMException):
+        if isinstance(exception, SIGTERMException):
+            exception.code = _PREEMPTED
+            try:
                 self._save(trainer)
-                fit.publish("preempted")
-                exception.code = _PREEMPTED
-            else:
-                text = " ".join(f"{type(exception).__name__}: {exception}".split())
-                fit.publish("failed", error=text[:300])
-        finally:
-            fit.stop()
+            finally:
+                self._session.abandon("preempted")
+        else:
+            text = " ".join(f"{type(exception).__name__}: {exception}".split())
+            self._session.abandon("failed", error=text[:300])
 
     # -- validation ----------------------------------------------------------------------------------------------
 

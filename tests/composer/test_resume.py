@@ -1,0 +1,171 @@
+"""Stopping inside an interval and going on gives what never stopping gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("composer")
+
+import torch
+from composer.core import Event, State
+from composer.optim import CosineAnnealingWithWarmupScheduler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from composer_replication.adapter.files import latest_checkpoint
+from composer_replication.composer import replica_sampler
+from composer_replication.errors import FleetMismatch
+from tests.composer.helpers import At, Regression, algorithm, assert_same_bits, in_threads, trainer, weights
+from tests.lightning.helpers import Numbered
+
+OPTIONS: dict[str, Any] = {"policy": "autoloco", "base_horizon": 4, "horizon_step": 1, "token_fn": lambda batch: 2}
+
+
+class Stop(Exception):
+    """What a preemption does, at a known batch."""
+
+
+class Dropping(Regression):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.net = nn.Sequential(self.net[0], nn.Dropout(0.3), self.net[1], self.net[2])
+
+
+def run(
+    folder: Path, stops: tuple[int, ...], *, replicas: int = 2, ours: bool = False, dropout: bool = False
+) -> list[tuple[Any, ...]]:
+    """24 batches (two epochs), stopped before these; (samples seen, final weights, algorithm) of each replica."""
+    seen: dict[int, list[list[int]]] = {index: [] for index in range(replicas)}
+    ends: list[Any] = []
+    for stop in [*stops, None]:
+
+        def replica(index: int, collective: Any, stop: int | None = stop) -> Any:
+            model = (Dropping if dropout else Regression)(seed=index)
+            method = algorithm(collective, checkpoint_dir=folder if ours else None, **OPTIONS)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+            sampler = replica_sampler(Numbered(24 * replicas), shuffle=True, replica=index, replicas=replicas)
+
+            def halt(state: State) -> None:
+                if state.timestamp.batch == stop:
+                    raise Stop
+
+            if ours:
+                saving: dict[str, Any] = {"load_path": latest_checkpoint(folder, index)}
+            else:
+                saving = {"save_folder": str(folder / "{run_name}"), "save_interval": "1ba", "autoresume": True}
+            made = trainer(
+                model,
+                DataLoader(Numbered(24 * replicas), batch_size=2, sampler=sampler),
+                method,
+                At(Event.BATCH_START, halt),
+                optimizers=optimizer,
+                schedulers=CosineAnnealingWithWarmupScheduler(t_warmup="4ba", t_max="24ba", alpha_f=0.1),
+                run_name=f"job-replica{index}",
+                max_duration="24ba",
+                **saving,
+            )
+            try:
+                made.fit()
+                assert stop is None
+            except Stop:
+                assert stop is not None
+            made.close()
+            seen[index] += model.seen
+            return weights(model), method
+
+        ends = in_threads(replicas, replica)
+    return [(seen[index], *ends[index]) for index in range(replicas)]
+
+
+def test_autoresume_inside_intervals_changes_nothing(tmp_path: Path) -> None:
+    straight = run(tmp_path / "straight", ())
+    stopped = run(tmp_path / "stopped", (5, 15))  # inside an interval, and inside the second epoch as well
+    for (saw, ends, method), (saw_again, same, resumed) in zip(straight, stopped, strict=True):
+        assert saw == saw_again
+        assert_same_bits(ends, same)
+        assert method.final is not None and resumed.final is not None
+        assert (resumed.final.digest, resumed.final.rounds) == (method.final.digest, method.final.rounds)
+        assert resumed.rounds[-1].metrics()["autoloco/interval_tokens"] > 0
+
+
+def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+    straight = run(tmp_path / "straight", (), replicas=1, dropout=True)
+    stopped = run(tmp_path / "stopped", (6, 17), replicas=1, dropout=True)
+    assert_same_bits(straight[0][1], stopped[0][1])
+
+
+def test_our_own_files_go_back_to_the_last_round(tmp_path: Path) -> None:
+    """They are written after rounds: a restart trains the interval that was cut short again, with the same samples."""
+    straight = run(tmp_path / "straight", (), ours=True)
+    stopped = run(tmp_path / "stopped", (6,), ours=True)
+    for (saw, ends, _), (saw_again, same, _) in zip(straight, stopped, strict=True):
+        assert_same_bits(ends, same)
+        assert saw_again == saw[:6] + saw[4:]
+    names = sorted(path.name for path in (tmp_path / "stopped" / "replica-1").iterdir())
+    assert len(names) == 2 and names[-1].endswith("-step-000000024.ckpt")
+
+
+def test_the_algorithm_s_state_is_tensors_and_primitives(tmp_path: Path) -> None:
+    run(tmp_path, (), replicas=1)
+    state = torch.load(tmp_path / "job-replica0" / "ep0-ba5-rank0.pt", weights_only=False)["state"]
+    saved = dict(state["algorithms"])["AutoLoCo"]
+    torch.save(saved, tmp_path / "part.pt")
+    again = torch.load(tmp_path / "part.pt", weights_only=True)
+    assert again["version"] == 1 and isinstance(again["fit_state"]["loop"]["anchor"]["net.0.weight"], Tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda saved: saved["fit_state"]["loop"].update(replica=1), "checkpoint of replica 1 can't resume replica 0"),
+        (lambda saved: saved.update(version=7), "version 7, this package reads 1"),
+    ],
+)
+def test_a_checkpoint_of_another_replica_or_version_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    run(tmp_path, (), replicas=1)
+    path = tmp_path / "job-replica0" / "ep0-ba5-rank0.pt"
+    checkpoint = torch.load(path, weights_only=False)
+    change(dict(checkpoint["state"]["algorithms"])["AutoLoCo"])
+    torch.save(checkpoint, path)
+
+    def replica(index: int, collective: Any) -> None:
+        model = Regression()
+        before = weights(model)
+        settings = {"load_path": str(path), "max_duration": "24ba", "load_ignore_keys": ["state/model/*"]}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        loader = DataLoader(Numbered(24), batch_size=2)
+        try:
+            trainer(model, loader, algorithm(collective, **OPTIONS), optimizers=optimizer, **settings).fit()
+        finally:
+            assert_same_bits(before, weights(model))
+
+    with pytest.raises(FleetMismatch, match=message):
+        in_threads(1, replica)
+
+
+def test_weights_alone_start_a_new_run(tmp_path: Path) -> None:
+    run(tmp_path, (), replicas=1)
+    path = tmp_path / "job-replica0" / "latest-rank0.pt"
+
+    def replica(index: int, collective: Any) -> Any:
+        method, model = algorithm(collective, **OPTIONS), Regression(seed=5)
+        made = trainer(
+            model,
+            DataLoader(Numbered(8), batch_size=2),
+            method,
+            load_path=str(path),
+            load_weights_only=True,
+            max_duration="4ba",
+        )
+        loaded = weights(model)
+        made.fit()
+        made.close()
+        return loaded, method
+
+    (loaded, method), *_ = in_threads(1, replica)
+    saved = torch.load(path, weights_only=False)["state"]["model"]
+    assert_same_bits(saved, loaded)
+    assert [summary.round for summary in method.rounds] == [0]
