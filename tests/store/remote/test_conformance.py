@@ -46,8 +46,26 @@ def test_a_race_of_processes_has_one_winner(uri: str) -> None:
 
 
 @pytest.mark.processes
-def test_what_one_process_writes_another_finds_at_once(uri: str) -> None:
-    conformance.check_seen_by_other_processes(partial(open_store, uri), rounds=8)
+def test_what_one_process_writes_another_finds_at_once(s3_uri: str) -> None:
+    conformance.check_seen_by_other_processes(partial(open_store, s3_uri), rounds=8)
+
+
+def test_no_client_keeps_what_it_has_seen(uri: str) -> None:
+    """Two clients that know nothing of each other: a key missed before, a listing seen before, an object replaced."""
+    one, other = open_store(uri), open_store(uri)
+    assert one.list("") == []
+    for i in range(5):
+        with pytest.raises(ObjectMissing):
+            one.get(f"talk/{i}")
+        other.put_if_absent(f"talk/{i}", b"x" * i)
+        assert one.get(f"talk/{i}") == b"x" * i
+        assert one.list("talk/") == [f"talk/{j}" for j in range(i + 1)]
+        other.put(f"talk/{i}", b"longer than before")
+        assert one.get(f"talk/{i}") == b"longer than before"
+    other.delete(["talk/0"])
+    with pytest.raises(ObjectMissing):
+        one.get("talk/0")
+    assert "talk/0" not in one.list("talk/")
 
 
 @pytest.mark.processes
