@@ -92,7 +92,9 @@ def _refuse_used_store(uri: str) -> None:
         used = bool(open_store(uri, create=False).list("fleet.json"))
     except ValueError as error:
         raise RecipeError(f"store.uri: {error}") from error
-    except Exception:  # a folder that isn't there yet: opened for real later, with its own message
+    except (StoreRefused, StoreUnavailable):  # no replica will fare better: say so before any starts
+        raise
+    except StoreError:  # a folder that isn't there yet: opened for real later, with its own message
         return
     if used:
         raise RecipeError(
