@@ -22,7 +22,7 @@ from composer_replication.diloco.serverless.executor import ReplicaHandle, Repli
 from composer_replication.diloco.serverless.exit_codes import describe
 from composer_replication.diloco.serverless.local_process import LocalProcessExecutor
 from composer_replication.diloco.serverless.replica_entrypoint import check_writable
-from composer_replication.errors import RecipeError, ReplicationError
+from composer_replication.errors import RecipeError, ReplicationError, StoreError, StoreRefused, StoreUnavailable
 from composer_replication.recipe import Recipe, claim_folder, load_recipe, policy_of, to_yaml
 from composer_replication.store import ObjectStore, open_store
 
