@@ -34,7 +34,8 @@ def _is_composers(scheduler: Any) -> bool:
 def ticks(schedulers: Sequence[Any]) -> list[Any]:
     """How often each was stepped, as far as it tells."""
     # A chain keeps no count of its own.
-    return [getattr(getattr(one, "_schedulers", [one])[-1], "last_epoch", None) for one in schedulers]
+    counting = [one if hasattr(one, "last_epoch") else getattr(one, "_schedulers", [one])[0] for one in schedulers]
+    return [getattr(one, "last_epoch", None) for one in counting]
 
 
 def why_constant(state: State, every_batch: bool) -> str:

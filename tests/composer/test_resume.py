@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,16 @@ pytest.importorskip("composer")
 
 import torch
 from composer.core import Event, State
+from composer.core.engine import sigterm_handler
 from composer.optim import CosineAnnealingWithWarmupScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from composer_replication.adapter.files import latest_checkpoint
+from composer_replication.collective.object_store import ObjectStoreCollective
 from composer_replication.composer import replica_sampler
 from composer_replication.errors import FleetMismatch
+from composer_replication.store import MemoryStore
 from tests.composer.helpers import At, Regression, algorithm, assert_same_bits, in_threads, trainer, weights
 from tests.lightning.helpers import Numbered
 
@@ -64,6 +70,7 @@ def run(
                 optimizers=optimizer,
                 schedulers=CosineAnnealingWithWarmupScheduler(t_warmup="4ba", t_max="24ba", alpha_f=0.1),
                 run_name=f"job-replica{index}",
+                seed=3,
                 max_duration="24ba",
                 **saving,
             )
@@ -144,6 +151,82 @@ def test_a_checkpoint_of_another_replica_or_version_is_refused(tmp_path: Path, c
 
     with pytest.raises(FleetMismatch, match=message):
         in_threads(1, replica)
+
+
+class Told(MemoryStore):
+    """SIGTERM comes while replica 0, in the main thread, looks for the others' contributions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting, self.told = False, threading.Event()
+
+    def get(self, *arguments: Any, **settings: Any) -> bytes:
+        if self.waiting and threading.current_thread() is threading.main_thread() and not self.told.is_set():
+            self.told.set()
+            signal.raise_signal(signal.SIGTERM)
+        return super().get(*arguments, **settings)
+
+
+def test_sigterm_ends_a_wait_and_the_restart_counts_the_interval_once(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    store, restarted = Told(), threading.Event()
+
+    def replica(index: int, where: Any, collective: Any = None) -> Any:
+        options = {"policy": "fixed", "base_horizon": 4}
+        if collective is None:
+            collective = ObjectStoreCollective(
+                where, replica=index, replicas=2, heartbeat_seconds=0.1, poll_seconds=0.01
+            )
+            publish = collective.publish
+
+            def published(status: Any) -> None:
+                publish(status)
+                states.append(status["state"])
+                store.waiting = index == 0 and status["state"] == "waiting"
+
+            collective.publish = published  # type: ignore[method-assign]
+        model, method = Regression(seed=index), algorithm(collective, **options)
+        sampler = replica_sampler(Numbered(24), replica=index, replicas=2)
+
+        def hold(state: State) -> None:
+            if index == 1 and where is not None and state.timestamp.batch == 2:
+                assert restarted.wait(60)
+
+        made = trainer(
+            model,
+            DataLoader(Numbered(24), sampler=sampler),
+            At(Event.BATCH_START, hold),
+            method,
+            optimizers=torch.optim.AdamW(model.parameters(), lr=0.02),
+            run_name=f"job-replica{index}",
+            max_duration="12ba",
+            **(
+                {"save_folder": str(tmp_path / f"job-{index}"), "save_interval": "1ba", "autoresume": True}
+                if where
+                else {}
+            ),
+        )
+        try:
+            made.fit()
+        finally:
+            made.close()
+        return method.final
+
+    states: list[str] = []
+    # Composer sets it when it is imported; another library's test may have set its own since.
+    previous = signal.signal(signal.SIGTERM, sigterm_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, previous))
+    undisturbed = in_threads(2, lambda index, collective: replica(index, None, collective))[0]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(replica, 1, store)
+        with pytest.raises(SystemExit) as told:
+            replica(0, store)
+        assert told.value.code == 143 and states[-1] == "preempted" and store.told.is_set()
+        restarted.set()
+        first = replica(0, store)
+        second = other.result(timeout=60)
+    assert first.digest == second.digest == undisturbed.digest
 
 
 def test_weights_alone_start_a_new_run(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""A user's script for Composer, with AutoLoCo in it and nothing about replicas: `user_script.py OUT [BATCHES]`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Callback, Trainer
+from composer.core import State
+from composer.models import ComposerModel
+from composer.optim import LinearScheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+from composer_replication.composer import AutoLoCo, replica_sampler
+
+
+class Model(ComposerModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(6, 2)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.net(batch[0])
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(outputs, batch[1])
+
+
+class Journal(Callback):
+    def __init__(self) -> None:
+        self.weights: list[str] = []
+
+    def batch_end(self, state: State, logger: Any) -> None:
+        data = b"".join(tensor.numpy().tobytes() for tensor in state.model.state_dict().values())
+        self.weights.append(hashlib.sha256(data).hexdigest())
+
+
+def main(out: Path, batches: int) -> None:
+    source = torch.Generator().manual_seed(7)
+    dataset = TensorDataset(torch.randn(64, 6, generator=source), torch.randn(64, 2, generator=source))
+    model, journal, autoloco = Model(), Journal(), AutoLoCo(out.as_uri() + "/store", policy="fixed", base_horizon=3)
+    trainer = Trainer(
+        model=model,
+        train_dataloader=DataLoader(dataset, batch_size=2, sampler=replica_sampler(dataset, shuffle=True)),
+        optimizers=torch.optim.AdamW(model.parameters(), lr=0.05),
+        schedulers=LinearScheduler(t_max=f"{batches}ba"),
+        algorithms=[autoloco],
+        callbacks=[journal],
+        max_duration=f"{batches}ba",
+        save_folder=str(out / "{run_name}"),
+        save_interval="4ba",
+        autoresume=True,
+        device="cpu",
+        progress_bar=False,
+    )
+    trainer.fit()
+    trainer.close()
+    assert autoloco.final is not None
+    result = {
+        "weights": journal.weights,
+        "digest": autoloco.final.digest,
+        "rounds": [[one.round, one.steps, list(one.members)] for one in autoloco.rounds],
+        "run_name": trainer.state.run_name,
+        "world": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")],
+        "group": torch.distributed.is_initialized(),
+    }
+    (out / f"replica-{autoloco.identity.replica}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
