@@ -36,11 +36,12 @@ from composer_replication.collective.base import Collective, Contribution, Repor
 from composer_replication.collective.layout import DEFAULT_CHUNK_ELEMENTS, Layout
 from composer_replication.diloco.summary import FinalSummary, RoundSummary, StartSummary
 from composer_replication.diloco.tensors import SharedTensors
-from composer_replication.errors import Diverged, FleetMismatch
+from composer_replication.errors import Diverged, FleetMismatch, RoundError
 
 __all__ = ["OuterLoop"]
 
 _STATE_VERSION = 1
+_MOST_EMPTY_ROUNDS = 3  # in a row, before the run is given up
 _DEFAULT_OUTER = OuterConfig()
 
 
@@ -99,6 +100,7 @@ class OuterLoop:
         self.round = 0
         self.position = 0
         self.steps = 0
+        self._empty_rounds = 0  # in a row, up to now: nobody could be averaged
         self._tokens: int | None = 0
         self._mass = 0.0
         self._digest = ""
@@ -192,13 +194,20 @@ class OuterLoop:
         Args:
             lr: the learning rate of that step.
             tokens: non-padding input tokens of that step; None if they aren't counted.
+
+        Raises:
+            ValueError: `lr` isn't a finite number of at least 0, or `tokens` not a whole one.
         """
+        if not (lr >= 0.0 and math.isfinite(lr)):
+            raise ValueError(f"lr must be a finite number of at least 0, got {lr!r}")
         self.steps += 1
-        self._mass += lr
+        self._mass += float(lr)
         self.add_tokens(tokens)
 
     def add_tokens(self, tokens: int | None) -> None:
         """Add to the interval's token count; None marks the whole interval as not counted."""
+        if tokens is not None and (not isinstance(tokens, int) or tokens < 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"tokens must be a whole number of at least 0, or None, got {tokens!r}")
         self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
 
     def close_interval(
@@ -208,7 +217,8 @@ class OuterLoop:
 
         `preview` sums this replica's schedule from the next step on; a replica with nothing left in its budget
         leaves with this round. Raises RoundAborted, RoundTimeout, Diverged, Fenced, Interrupted, StoreError; the
-        model then still holds this replica's own weights.
+        model then still holds this replica's own weights. Raises RoundError when nobody could be averaged for the third
+        time in a row.
         """
         began = self._clock()
         layout = self._tensors.interval_layout()
@@ -328,6 +338,7 @@ class OuterLoop:
                 "version": _STATE_VERSION,
                 "round": self.round,
                 "position": self.position,
+                "empty_rounds": self._empty_rounds,
                 "policy": self._policy_state.to_dict(),
                 "plan": dataclasses.asdict(self.plan),
             },
@@ -336,7 +347,7 @@ class OuterLoop:
 
     def _load_text(self, text: str) -> None:
         state = json.loads(text)
-        self.round, self.position = state["round"], state["position"]
+        self.round, self.position, self._empty_rounds = state["round"], state["position"], state["empty_rounds"]
         self._policy_state = self._policy.state_from_dict(state["policy"])
         self._plan = Plan(**state["plan"])
 
@@ -400,7 +411,7 @@ class OuterLoop:
             base=self._digest,
             layout=layout.fingerprint,
             weight=weight,
-            metrics=metrics,
+            metrics={str(name)[:100]: float(value) for name, value in metrics.items()},
         )
 
     def _apply(
@@ -436,6 +447,7 @@ class OuterLoop:
         observation = self._observe(outcome, plan, fleet_steps)
         self.position += fleet_steps
         self.round += 1
+        self._empty_rounds = 0 if outcome.members else self._empty_rounds + 1
         if observation is not None:
             self._policy_state, self._plan = self._policy.advance(self._policy_state, observation)
         self.ended = not outcome.expected_next
@@ -453,6 +465,13 @@ class OuterLoop:
         self._received += outcome.bytes_received
         saving = self._clock()
         self._collective.applied(self._snapshot)
+        if self._empty_rounds >= _MOST_EMPTY_ROUNDS:
+            reasons = "; ".join(f"replica {replica}: {why}" for replica, why in outcome.absent.items())
+            raise RoundError(
+                f"nobody could be averaged in the last {self._empty_rounds} rounds (up to round {outcome.round}): "
+                f"{reasons}. Training has diverged: start again from an earlier checkpoint, with a lower learning rate "
+                "or with gradients clipped"
+            )
         phases["checkpoint"] = self._clock() - saving
         reports = (*outcome.members, *outcome.others)
         tokens = [r.tokens for r in outcome.members]

@@ -81,7 +81,7 @@ class SharedTensors:
                 raise ValueError(f"{name} is {tensor.dtype}: only real floating-point tensors can be averaged")
             self._named[name] = (tensor, kind)
         self._entries: dict[str, _Entry] = {}
-        self._watched = -1
+        self._watched: list[bool] = []
         self.notice_trainable()
         if not any(entry.slot.kind == "parameter" for entry in self._entries.values()):
             raise ValueError("the model has no trainable parameter")
@@ -90,19 +90,24 @@ class SharedTensors:
 
     def notice_trainable(self) -> None:
         """Take up tensors that have become trainable. Cheap; called before every inner step."""
-        trainable = sum(tensor.requires_grad for tensor, kind in self._named.values() if kind == "parameter")
-        if trainable == self._watched and self._watched >= 0:
-            return
-        self._watched = trainable
-        for name, (tensor, kind) in self._named.items():
-            if kind == "buffer" or tensor.requires_grad or not isinstance(tensor, nn.Parameter):
-                self._track(name).trained = True
+        # Which, not how many: one may be frozen in the same moment as another is unfrozen.
+        trainable = [tensor.requires_grad for tensor, _ in self._named.values()]
+        if trainable != self._watched:
+            self._watched = trainable
+            for name in self._named:
+                if self._is_trainable(name):
+                    self._track(name).trained = True
 
     def begin_interval(self) -> None:
         """Forget which tensors were trained in the last interval: those that are trainable now are in the next."""
-        for name, entry in self._entries.items():
-            tensor, kind = self._named[name]
-            entry.trained = kind == "buffer" or tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+        for entry in self._entries.values():
+            entry.trained = False
+        self._watched = []
+        self.notice_trainable()
+
+    def _is_trainable(self, name: str) -> bool:
+        tensor, kind = self._named[name]
+        return kind == "buffer" or tensor.requires_grad or not isinstance(tensor, nn.Parameter)
 
     def _track(self, name: str) -> _Entry:
         if name not in self._entries:

@@ -19,7 +19,7 @@ from composer_replication.collective.in_process import InProcessFleet
 from composer_replication.diloco.loop import OuterLoop
 from composer_replication.diloco.repair import repair_optimizer_state
 from composer_replication.diloco.summary import RoundSummary
-from composer_replication.errors import FleetMismatch
+from composer_replication.errors import FleetMismatch, RoundError
 from tests.support.threads import run_threads
 
 PLAIN = OuterConfig(lr=1.0, momentum=0.0)
@@ -424,3 +424,53 @@ def test_the_shared_weights_can_be_looked_at_inside_an_interval() -> None:
     with replica.loop.shared_weights():
         assert torch.equal(weights(replica.model), before)
     assert torch.equal(weights(replica.model), local) and not torch.equal(local, before)
+
+
+@pytest.mark.parametrize("at", [4, 6])  # between two intervals, and inside one
+def test_one_layer_frozen_as_another_is_unfrozen(at: int) -> None:
+    """The number of trainable tensors stays the same; which they are does not."""
+    torch.manual_seed(3)
+    base = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def make(collective: Any) -> Replica:
+        model = copy.deepcopy(base)
+        model[0].requires_grad_(False)
+        return make_replica(collective, model=model, outer=OuterConfig(momentum=0.9))
+
+    def drive(replica: Replica) -> Replica:
+        def before(step: int) -> None:
+            if step == at:
+                replica.model[0].requires_grad_(True)
+                replica.model[2].requires_grad_(False)
+
+        return replica.run(None, before).finish()
+
+    replicas = [make(collective) for collective in InProcessFleet(2).collectives()]
+    a, b = run_threads([lambda r=r: drive(r) for r in replicas])
+    assert torch.equal(weights(a.model), weights(b.model)) and a.loop.digest == b.loop.digest
+    for layer in (0, 2):
+        assert not torch.equal(a.model[layer].weight, base[layer].weight)
+
+
+def test_a_run_in_which_nobody_can_be_averaged_ends() -> None:
+    def poisoned(collective: Any) -> None:
+        replica = make_replica(collective, batches=40)
+
+        def before(step: int) -> None:
+            if step >= 8:
+                with torch.no_grad():
+                    next(replica.model.parameters()).fill_(math.nan)
+
+        replica.run(None, before)
+
+    with pytest.raises(
+        RoundError, match=r"nobody could be averaged in the last 3 rounds \(up to round 4\).*not finite"
+    ):
+        run_threads([lambda c=c: poisoned(c) for c in InProcessFleet(2).collectives()])
+
+
+@pytest.mark.parametrize("lr, tokens", [(math.nan, 1), (-1.0, 1), (0.1, -8), (0.1, 8.0)])
+def test_counts_that_cannot_be_are_refused_here(lr: float, tokens: Any) -> None:
+    replica = make_replica(InProcessFleet(1).collectives()[0]).run(1)
+    with pytest.raises(ValueError, match="lr must be|tokens must be"):
+        replica.loop.step_done(lr, tokens)
