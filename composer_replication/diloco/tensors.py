@@ -54,6 +54,11 @@ def _named_tensors(model: nn.Module | Mapping[str, Tensor], buffers: bool) -> It
                 yield _canonical(f"{prefix}.{name}" if prefix else name), buffer, "buffer"
 
 
+def _bytes_of(tensor: Tensor) -> memoryview:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(data)  # pyright: ignore[reportArgumentType] - numpy's stubs name no buffer before Python 3.12
+
+
 class SharedTensors:
     """Holds anchor and momentum for the tensors of `model` that are trained, and moves values between them.
 
@@ -139,7 +144,7 @@ class SharedTensors:
     def frozen_hashes(self) -> dict[str, str]:
         """Content hash of each parameter without an anchor: it is never sent, so it must be equal from the start."""
         return {
-            name: content_hash(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+            name: content_hash(_bytes_of(tensor))
             for name, (tensor, kind) in self._named.items()
             if kind == "parameter" and name not in self._entries
         }
