@@ -15,7 +15,8 @@ import torch
 
 __all__ = ["latest_checkpoint", "write_checkpoint"]
 
-_NAME = re.compile(r"round-(\d{6,})-step-(\d{9,})\.ckpt")
+_NAME = re.compile(r"(?:fit-(\d{3,})-)?round-(\d{6,})-step-(\d{9,})\.ckpt")
+_DRAFT = re.compile(r"\..*\.ckpt\.(\d+)")
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], replica: int) -> str | None:
@@ -28,12 +29,23 @@ def latest_checkpoint(directory: str | os.PathLike[str], replica: int) -> str | 
 
 
 def write_checkpoint(
-    directory: str | os.PathLike[str], replica: int, state: dict[str, Any], *, round: int, step: int, keep: int = 2
+    directory: str | os.PathLike[str],
+    replica: int,
+    state: dict[str, Any],
+    *,
+    round: int,
+    step: int,
+    fit: int = 0,
+    keep: int = 2,
 ) -> Path:
-    """Write `state` durably and drop all but the last `keep` files of this replica."""
+    """Write `state` durably and drop all but the last `keep` files of this replica.
+
+    `fit` is the number of the adapter's fit, from 0: rounds begin at 0 again with each.
+    """
     folder = Path(directory) / f"replica-{replica}"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"round-{round:06d}-step-{step:09d}.ckpt"
+    _drop_abandoned(folder)
+    path = folder / f"{f'fit-{fit + 1:03d}-' if fit else ''}round-{round:06d}-step-{step:09d}.ckpt"
     draft = folder / f".{path.name}.{os.getpid()}"
     try:
         with draft.open("wb") as file:
@@ -45,16 +57,44 @@ def write_checkpoint(
         draft.unlink(missing_ok=True)
     _sync_folder(folder)
     for old in _complete(folder)[:-keep]:
-        old.unlink(missing_ok=True)
+        if old != path:
+            old.unlink(missing_ok=True)
     return path
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Complete files, oldest first: by step, for a step can't be trained twice in one run."""
+    """Complete files, oldest first: by fit and round, which only grow.
+
+    The step decides within a round only: it begins at 0 again in a replica that comes back without its checkpoint.
+    """
     if not folder.is_dir():
         return []
     found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for match, path in sorted(found, key=lambda item: (int(item[0][2]), int(item[0][1])))]
+    order = [(tuple(int(number or 1) for number in match.groups()), path) for match, path in found]
+    return [path for _, path in sorted(order)]
+
+
+def _drop_abandoned(folder: Path) -> None:
+    """Remove the drafts of writers that died: as large as a checkpoint each, and of no use to anyone."""
+    for path in folder.iterdir():
+        match = _DRAFT.fullmatch(path.name)
+        if match and not _is_another(int(match[1])):
+            path.unlink(missing_ok=True)
+
+
+def _is_another(process: int) -> bool:
+    """Another process with this id runs here. Our own writes end before the next begins."""
+    if process == os.getpid():
+        return False  # in a container an earlier life had the same id
+    if os.name != "posix":
+        return True  # where a signal can't be only tried, drafts stay
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _sync_folder(folder: Path) -> None:

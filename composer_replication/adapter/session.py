@@ -33,6 +33,11 @@ class Session(Generic[D]):
         self._abandoned = False
 
     @property
+    def number(self) -> int:
+        """Of the present or last fit, from 0: each is a run of its own."""
+        return self._fits
+
+    @property
     def running(self) -> D | None:
         return self.fit if self.fit is not None and self.final is None and not self._abandoned else None
 

@@ -184,6 +184,7 @@ class AutoLoCo(Algorithm):
                 {"state": state.state_dict(), "rng": reproducibility.get_rng_state()},
                 round=self._session.fit.loop.round,
                 step=state.timestamp.batch.value,
+                fit=self._session.number,
             )
 
     def close(self, error: BaseException | None = None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -259,6 +261,45 @@ def test_durable_checkpoints_are_whole_or_absent(tmp_path: Path, monkeypatch: py
     assert latest_checkpoint(tmp_path, 0) == str(folder / names[1])
     assert not list(folder.glob(".round-000005*"))
     assert torch.load(folder / names[1], weights_only=True) == {"at": 3}
+
+
+def test_the_newest_checkpoint_is_that_of_the_newest_round(tmp_path: Path) -> None:
+    """A replica that comes back without its checkpoint joins at the fleet's round, and counts its steps from 0."""
+    for round, step in ((6, 60), (7, 70)):
+        write_checkpoint(tmp_path, 0, {}, round=round, step=step)
+    written = [write_checkpoint(tmp_path, 0, {}, round=round, step=step) for round, step in ((9, 10), (10, 20))]
+    assert latest_checkpoint(tmp_path, 0) == str(written[1])
+    assert sorted((tmp_path / "replica-0").iterdir()) == sorted(written)
+    # Rounds begin at 0 again with the next fit.
+    later = write_checkpoint(tmp_path, 0, {}, fit=1, round=1, step=30)
+    assert latest_checkpoint(tmp_path, 0) == str(later)
+    # Whatever else lies there: what has just been written stays.
+    assert write_checkpoint(tmp_path, 0, {}, round=2, step=5).exists()
+
+
+def test_a_second_fit_s_checkpoints_are_newer(tmp_path: Path) -> None:
+    ours = callback(lambda fit: InProcessFleet(1).collectives()[0], replica=0, replicas=1, checkpoint_dir=tmp_path)
+    fit = trainer(ours, max_epochs=1)
+    fit.fit(Tiny(), loader(16))
+    fit.fit_loop.max_epochs = 2
+    fit.fit(Tiny(), loader(16))
+    path = latest_checkpoint(tmp_path, 0)
+    assert path is not None and path.endswith("fit-002-round-000004-step-000000032.ckpt")
+    assert torch.load(path, weights_only=True)["global_step"] == 32
+
+
+@pytest.mark.processes
+def test_drafts_of_the_dead_are_removed_and_those_of_the_living_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "replica-0"
+    folder.mkdir()
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(timeout=60)
+    name = ".round-000001-step-000000010.ckpt."
+    for process in (dead.pid, os.getpid(), os.getppid()):
+        (folder / f"{name}{process}").write_bytes(b"half of")
+    (folder / ".notes.txt").write_text("not ours")
+    path = write_checkpoint(tmp_path, 0, {}, round=2, step=20)
+    assert {one.name for one in folder.iterdir()} == {f"{name}{os.getppid()}", ".notes.txt", path.name}
 
 
 def test_every_checkpoint_pairs_data_with_the_weights_that_saw_it(tmp_path: Path) -> None:
