@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
+from composer_replication.errors import FleetMismatch
 from composer_replication.isolate import Identity, read_identity
 
-__all__ = ["ShardedIterable", "equal_first_batches", "fingerprint", "shard_iterable", "shuffle_seed"]
+__all__ = ["ShardedIterable", "check_seeds", "equal_first_batches", "fingerprint", "shard_iterable", "shuffle_seed"]
 
 
 class ShardedIterable(IterableDataset[Any]):
@@ -55,6 +56,23 @@ def shuffle_seed(loaders: Sequence[Any]) -> int | None:
         if isinstance(sampler, DistributedSampler) and sampler.shuffle:
             return int(sampler.seed)
     return None
+
+
+def check_seeds(replica: int, members: Mapping[int, Mapping[str, float]]) -> None:
+    """Raise FleetMismatch if another member of the round cuts its shards with another seed than ours.
+
+    Not a setting of the fleet that is compared at the start: replicas that don't shuffle have none, and may join.
+    """
+    mine = members.get(replica, {}).get("data_seed")
+    if mine is None:
+        return
+    for other, metrics in sorted(members.items()):
+        theirs = metrics.get("data_seed", mine)
+        if theirs != mine:
+            raise FleetMismatch(
+                f"data_seed: replica {replica} cuts its shards of the data with {mine:.0f}, replica {other} with "
+                f"{theirs:.0f}, so that they overlap: give all replicas the same seed"
+            )
 
 
 def fingerprint(batch: Any) -> float:

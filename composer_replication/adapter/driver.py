@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_replication.adapter.data import equal_first_batches, fingerprint
+from composer_replication.adapter.data import check_seeds, equal_first_batches, fingerprint
 from composer_replication.adapter.interval import Interval
 from composer_replication.adapter.options import Options
 from composer_replication.adapter.steps import StepRecorder
@@ -32,6 +32,7 @@ __all__ = ["Closed", "Driver", "final_of"]
 Closed = Callable[[RoundSummary, Mapping[str, float]], None]
 
 _HEARTBEAT_SECONDS = 2.0
+_ABOUT_DATA = frozenset({"first_batch", "data_seed"})  # for the other replicas to compare, not for people
 
 
 class Driver(ABC):
@@ -43,7 +44,8 @@ class Driver(ABC):
         collective: that of this run; closed by `stop`.
         options: the adapter's arguments.
         closed: called after each round with its summary and metrics, with everything in place.
-        data_seed: the seed that the data's shards are cut with; must be equal on all replicas.
+        data_seed: the seed that the data's shards are cut with, equal on all replicas that shuffle; None on one that
+            doesn't, for example because it has nothing to train.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class Driver(ABC):
             outer_device=options.outer_device,
             buffers=options.buffers,
             weighting=options.weighting,
-            settings={"data_seed": data_seed},
         )
+        self._data_seed = data_seed
+        self._compare_seeds = data_seed is not None
         self.steps = StepRecorder(optimizers, primary, before_step=self.loop.before_step)
         self._interval = Interval()
         self.said: list[str] = []
@@ -173,17 +176,22 @@ class Driver(ABC):
         told = self._interval.metrics(self._tokens)
         if self._first_batch is not None:
             told["first_batch"] = self._first_batch
+        if self._data_seed is not None:
+            told["data_seed"] = float(self._data_seed % 2**53)  # exact in a float
         summary = self.loop.close_interval(self.preview(), leaving=leaving, metrics=told)
         self._forward(summary.fast_forward)
         if summary.restored:
             for optimizer in self._optimizers:
                 repair_optimizer_state(optimizer)
             self.say(f"round {summary.round}: this replica's weights weren't finite; it goes on from the fleet's")
+        if self._compare_seeds and summary.included:
+            self._compare_seeds = False
+            check_seeds(self.options.identity.replica, summary.member_metrics)
         if self._first_batch is not None:
             self._first_batch = None
             self._compare_first_batches(summary)
         own = summary.member_metrics.get(self.options.identity.replica, told)
-        metrics = {f"autoloco/{name}": v for name, v in own.items() if name != "first_batch"}
+        metrics = {f"autoloco/{name}": v for name, v in own.items() if name not in _ABOUT_DATA}
         metrics |= {**summary.metrics(), "autoloco/rates_exact": float(self.exact_rates)}
         self._shown = {name: told[name] for name in ("loss", "tokens_per_second") if name in told}
         self._shown["wait_seconds"] = summary.wait_seconds

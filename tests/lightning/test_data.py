@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
-from composer_replication.adapter.data import fingerprint
+from composer_replication.adapter.data import check_seeds, fingerprint
 from composer_replication.collective.in_process import InProcessFleet
+from composer_replication.errors import FleetMismatch
 from composer_replication.isolate import Identity
 from composer_replication.lightning import shard_iterable
 from composer_replication.lightning.data import unsharded_reason
@@ -141,8 +142,15 @@ def test_shards_cut_with_different_seeds_are_refused() -> None:
         sampler = DistributedSampler(Numbered(16), 2, index, seed=index)
         trainer(callback(collective), max_epochs=1).fit(Tiny(), DataLoader(Numbered(16), sampler=sampler))
 
-    with pytest.raises(Exception, match="data_seed"):
+    with pytest.raises(FleetMismatch, match="data_seed: replica . cuts its shards of the data with"):
         in_threads(2, replica)
+
+
+def test_seeds_are_compared_between_those_that_have_one() -> None:
+    check_seeds(0, {0: {"data_seed": 1.0}, 1: {}, 2: {"data_seed": 1.0}})
+    check_seeds(0, {0: {}, 1: {"data_seed": 2.0}})
+    with pytest.raises(FleetMismatch, match="replica 0 .* with 1, replica 2 with 7,.* same seed"):
+        check_seeds(0, {0: {"data_seed": 1.0}, 1: {"data_seed": 1.0}, 2: {"data_seed": 7.0}})
 
 
 def test_no_warning_when_all_is_well() -> None:

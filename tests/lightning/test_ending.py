@@ -9,10 +9,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from composer_replication.collective.in_process import InProcessFleet
 from composer_replication.lightning import latest_checkpoint
-from tests.lightning.helpers import Tiny, assert_same_bits, callback, in_threads, loader, trainer, weights
+from tests.lightning.helpers import Numbered, Tiny, assert_same_bits, callback, in_threads, loader, trainer, weights
 
 OWN_DATA = {"use_distributed_sampler": False, "strategy": "auto"}
 
@@ -214,6 +215,20 @@ def test_a_replica_with_nothing_to_train_joins_and_follows() -> None:
     (first, ours), (second, _) = in_threads(2, replica)
     assert_same_bits(first, second)
     assert [summary.members for summary in ours.rounds] == [(1,)] and ours.final.position == 8
+
+
+def test_a_replica_with_nothing_to_train_follows_one_that_shuffles() -> None:
+    """Only the replica with data has a seed for its shards."""
+
+    def replica(index: int, collective: Any) -> Any:
+        module = Tiny(seed=index)
+        data = DataLoader(Numbered(16), shuffle=True)
+        trainer(callback(collective), max_epochs=1, limit_train_batches=0 if index else 1.0).fit(module, data)
+        return weights(module), len(module.seen)
+
+    first, second = in_threads(2, replica)
+    assert_same_bits(first[0], second[0])
+    assert (first[1], second[1]) == (8, 0)
 
 
 def test_after_an_error_the_same_run_can_be_joined_again() -> None:
