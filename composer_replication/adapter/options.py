@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from composer_replication.adapter.meeting import Meet, given_collective, open_store
-from composer_replication.adapter.settings import check_choice, make_settings
+from composer_replication.adapter.settings import check_choice, check_whole, make_settings
 from composer_replication.adapter.tokens import TokenFunction
 from composer_replication.autoloco.config import OuterConfig
 from composer_replication.autoloco.values import Policy
@@ -66,6 +67,7 @@ def read_options(
     replica_failure_policy: Literal["strict", "skip"] = "strict",
     min_replicas: int | None = None,
     timeout: float = 600.0,
+    start_timeout: float = 900.0,
     outer_device: str | torch.device = "cpu",
     weighting: Literal["equal", "tokens"] = "equal",
     buffers: Literal["average", "local"] = "average",
@@ -90,10 +92,20 @@ def read_options(
     check_choice("weighting", weighting, ("equal", "tokens"))
     check_choice("buffers", buffers, ("average", "local"))
     check_choice("validate_with", validate_with, ("local", "shared"))
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-    if checkpoint_every_rounds < 1:
-        raise ValueError(f"checkpoint_every_rounds must be at least 1, got {checkpoint_every_rounds!r}")
+    for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
+        if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:
+            raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
+    check_whole("checkpoint_every_rounds", checkpoint_every_rounds, least=1)
+    for name, number, least in (
+        ("checkpoint_every", checkpoint_every, 1),
+        ("min_replicas", min_replicas, None),
+        ("optimizer", optimizer, 0),
+        ("pad_token_id", pad_token_id, None),
+    ):
+        if number is not None:
+            check_whole(name, number, least=least)
+    if not isinstance(run, str):
+        raise ValueError(f"run must be a name, got {run!r}")
     if collective is not None and store is not None:
         raise ValueError("give a store or a collective, not both")
     check_codec(codec)
@@ -112,6 +124,7 @@ def read_options(
             failure_policy=replica_failure_policy,
             min_replicas=min_replicas,
             timeout_seconds=timeout,
+            start_timeout_seconds=start_timeout,
             checkpoint_every=checkpoint_every,
         )
     return Options(

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
+from numbers import Integral
 from typing import Any
 
 from composer_replication.autoloco.config import AutoLoCoConfig, OuterConfig
 from composer_replication.autoloco.policies import make_policy
 from composer_replication.autoloco.values import Policy
 
-__all__ = ["check_choice", "make_settings"]
+__all__ = ["check_choice", "check_whole", "make_settings"]
 
 _HORIZON = frozenset(field.name for field in fields(AutoLoCoConfig))
 _OUTER = {"outer_lr": "lr", "outer_momentum": "momentum", "outer_kind": "kind"} | {
@@ -47,3 +48,11 @@ def make_settings(policy: str | Policy, options: Mapping[str, Any]) -> tuple[Pol
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be {' or '.join(repr(a) for a in allowed)}, got {value!r}")
+
+
+def check_whole(name: str, value: object, *, least: int | None) -> None:
+    """Refuse what isn't an int of at least `least`; a bool, or a number in quotes, isn't."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if least is not None and int(value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value!r}")

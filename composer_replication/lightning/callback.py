@@ -57,6 +57,7 @@ class AutoLoCoCallback(pl.Callback):
         replica_failure_policy: "strict": all or nothing; "skip": go on without those that are missing at the deadline.
         min_replicas: fewest replicas that may close a round under "skip"; None: more than half.
         timeout: seconds that a round waits for a missing replica.
+        start_timeout: the same for the start, which ends with round 0.
         outer_device: where anchor and momentum live: "cpu", "model" or a device.
         weighting: "equal", or "tokens": by the tokens each replica saw.
         buffers: "average" or "local": what happens to floating-point buffers, such as BatchNorm's statistics.
@@ -95,6 +96,7 @@ class AutoLoCoCallback(pl.Callback):
         replica_failure_policy: Literal["strict", "skip"] = "strict",
         min_replicas: int | None = None,
         timeout: float = 600.0,
+        start_timeout: float = 900.0,
         outer_device: str | torch.device = "cpu",
         weighting: Literal["equal", "tokens"] = "equal",
         buffers: Literal["average", "local"] = "average",
@@ -128,6 +130,7 @@ class AutoLoCoCallback(pl.Callback):
             replica_failure_policy=replica_failure_policy,
             min_replicas=min_replicas,
             timeout=timeout,
+            start_timeout=start_timeout,
             outer_device=outer_device,
             weighting=weighting,
             buffers=buffers,
@@ -304,6 +307,7 @@ class AutoLoCoCallback(pl.Callback):
                 checkpoint,
                 round=self._session.fit.loop.round,
                 step=trainer.global_step,
+                fit=self._session.number,
             )
 
 

@@ -71,8 +71,9 @@ def check(recipe: Recipe, place: Place) -> None:
             refuse(key, "0 or more")
     if not 0 <= recipe.training.seed < 2**32:
         refuse("training.seed", "between 0 and 4294967295")
-    if not 0 < recipe.fleet.timeout_seconds < float("inf"):
-        refuse("fleet.timeout_seconds", "a positive number")
+    for key in ("timeout_seconds", "start_timeout_seconds"):
+        if not 0 < getattr(recipe.fleet, key) < float("inf"):
+            refuse(f"fleet.{key}", "a positive number")
     if not 0 < recipe.optimizer.lr < float("inf"):
         refuse("optimizer.lr", "a positive number")
     if not 0 <= recipe.scheduler.final_fraction <= 1:

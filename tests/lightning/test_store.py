@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from composer_replication.collective.object_store import ObjectStoreCollective
-from composer_replication.errors import FleetMismatch, RoundAborted
+from composer_replication.errors import FleetMismatch, RoundAborted, RoundTimeout
 from composer_replication.lightning import AutoLoCoCallback, latest_checkpoint
 from composer_replication.store import MemoryStore
 from tests.lightning.helpers import Tiny, assert_same_bits, in_threads, loader, trainer, weights
@@ -158,6 +159,14 @@ def test_strict_ends_the_run_for_all_when_one_is_missing() -> None:
     (aborted, rounds), (failed, _) = in_threads(2, replica)
     assert isinstance(aborted, RoundAborted) and "missing: replica 1" in str(aborted) and rounds == 1
     assert "out of memory" in str(failed)
+
+
+def test_the_wait_for_a_replica_that_never_comes_ends_when_it_was_told_to() -> None:
+    began = time.monotonic()
+    ours = AutoLoCoCallback(MemoryStore(), replica=1, replicas=2, start_timeout=0.2, timeout=0.2, **FIXED)
+    with pytest.raises(RoundTimeout, match="replica 0 has not published"):
+        trainer(ours, max_epochs=1).fit(Tiny(), loader(16))
+    assert time.monotonic() - began < 60  # not the 900 s that it is by default
 
 
 def test_different_settings_are_refused_by_name() -> None:

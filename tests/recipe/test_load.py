@@ -100,6 +100,7 @@ def test_interpolation_refers_to_other_keys():
         ("executor.name=modal", ["executor.name", "local"]),
         ("fleet.min_replicas=3", ["fleet.min_replicas", "fleet.replicas (2)"]),
         ("fleet.timeout_seconds=0", ["fleet.timeout_seconds"]),
+        ("fleet.start_timeout_seconds=0", ["fleet.start_timeout_seconds", "positive"]),
         ("scheduler.warmup_steps=501", ["scheduler.warmup_steps", "training.steps (500)"]),
         ("model.class=a.b", ["model", "not both"]),
         ("model.name=null", ["model", "neither"]),

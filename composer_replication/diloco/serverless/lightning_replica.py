@@ -114,6 +114,7 @@ def _callback(recipe: Recipe, identity: Identity, uri: str, folder: Path) -> Aut
             replica_failure_policy="skip" if fleet.failure_policy == "skip" else "strict",
             min_replicas=fleet.min_replicas,
             timeout=fleet.timeout_seconds,
+            start_timeout=fleet.start_timeout_seconds,
             outer_device=section.outer_device,
             weighting="tokens" if section.weighting == "tokens" else "equal",
             buffers="local" if section.buffers == "local" else "average",
