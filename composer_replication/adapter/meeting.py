@@ -43,8 +43,15 @@ def given_collective(
 def open_store(store: Any, identity: Identity, *, run: str, interrupted: Callable[[], bool], **settings: Any) -> Meet:
     """Opens the run of a fit inside `store`: a URI, or an open store; None: COMPOSER_REPLICATION_STORE."""
     where = store if store is not None else os.environ.get(STORE)
-    if where is None or where == "":
+    if isinstance(where, os.PathLike):
+        where = os.fspath(where)
+    if where is None or (isinstance(where, str) and not where.strip()):
         raise ValueError(f"no store: say where the replicas meet, e.g. store='file:///shared/run1', or set {STORE}")
+
+    if not isinstance(where, str) and not hasattr(where, "put_if_absent"):
+        raise ValueError(f"store must be a URI or an open store, got {where!r}")
+    if isinstance(where, str) and "\0" in where:
+        raise ValueError("store holds a NUL byte, which no place can have in its name")
 
     given = {name: value for name, value in settings.items() if value is not None}
 

@@ -6,8 +6,9 @@ Invariant: a checked key can't name anything outside the store's root, on any fi
 from __future__ import annotations
 
 import re
+from urllib.parse import unquote
 
-__all__ = ["check_key"]
+__all__ = ["check_key", "check_steps"]
 
 # A part that is empty or begins with a dot; a backslash or a control character anywhere.
 _REFUSED = re.compile(r"(?:\A|/)(?:\.|/|\Z)|[\\\x00-\x1f]")
@@ -25,3 +26,11 @@ def check_key(key: str) -> str:
             "characters)"
         )
     return key
+
+
+def check_steps(path: str) -> None:
+    """Raise ValueError if the %xx of a URI's path hide a "." or ".." among its parts."""
+    for part in path.split("/"):
+        plain = unquote(part)
+        if "%" in part and not {".", ".."}.isdisjoint(plain.split("/")):
+            raise ValueError(f"{part!r} in a store's URI stands for {plain!r}: write the path that is meant")

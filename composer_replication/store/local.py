@@ -30,6 +30,8 @@ class LocalStore:
     """
 
     def __init__(self, root: str | os.PathLike[str], *, create: bool = True) -> None:
+        if "\0" in os.fspath(root):
+            raise ValueError(f"a folder's name can't hold a NUL byte: {os.fspath(root)!r}")
         self._root = Path(os.path.abspath(os.path.expanduser(os.fspath(root))))
         self._prepare(create)
 
@@ -152,6 +154,8 @@ class LocalStore:
             return ObjectMissing(f"{key} isn't there ({self.uri})")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StoreError(f"{self.uri} is full ({error.strerror}) while writing {key}: free some space")
+        if error.errno == errno.EROFS:
+            return StoreError(f"{key} can't be written in {self.uri}: {_READ_ONLY}")
         if isinstance(error, PermissionError) and error.filename2 is None:
             return StoreError(f"{key} can't be read or written in {self.uri}: give this user the rights to it")
         if error.errno in _NO_HARD_LINKS:
@@ -170,13 +174,20 @@ class LocalStore:
                 raise StoreError(f"{self.uri} is a file: name a folder")
             if not create:
                 raise StoreError(f"{self.uri} isn't there: check the path, or start a run that makes it")
-            if not root.parent.is_dir():
+            above = next(folder for folder in root.parents if folder.exists())
+            if not above.is_dir():
+                raise StoreError(f"{self.uri} can't be made: {above} above it is a file, not a folder")
+            if above != root.parent:
                 raise StoreError(
                     f"{self.uri} isn't there, nor is the folder above it: check the path, or run "
                     f"`mkdir -p {root.parent}` first (only the last folder is made for you)"
                 )
             root.mkdir(exist_ok=True)
         except OSError as error:
+            if error.errno == errno.EROFS:
+                raise StoreError(f"{self.uri} can't be made: {_READ_ONLY}") from error
+            if error.errno == errno.ENAMETOOLONG:
+                raise StoreError(f"{self.uri} can't be used ({error.strerror}): choose a shorter one") from error
             raise StoreError(
                 f"{self.uri} can't be used ({error.strerror}): give this user the rights to {root.parent}, "
                 "or choose another folder"

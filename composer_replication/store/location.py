@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl
 
-from composer_replication.store.keys import check_key
+from composer_replication.store.keys import check_key, check_steps
 
 __all__ = ["Location", "parse_location"]
 
@@ -43,10 +43,15 @@ def parse_location(uri: str) -> Location:
     options: dict[str, str] = {}
     if kind == "az" and (match := _AZURE_HOST.match(bucket)):
         bucket, options = match["container"], {"account_name": match["account"]}
-    if "@" in bucket:
+    # A colon is in no bucket's name: a secret with a slash in it would end the bucket early.
+    if "@" in bucket or (kind in _OPTIONS and ":" in bucket):
         raise ValueError(
             f"a {scheme}:// URI with something before an @: credentials don't belong into a URI, which logs and "
             "recipes keep; use the environment variables or the profile that the store's own tools use"
+        )
+    if "#" in rest:
+        raise ValueError(
+            f"{scheme}://{place.partition('#')[0]}: a store's URI has no fragment: leave out the # and what follows"
         )
     if not bucket and kind in _OPTIONS:
         raise ValueError(f"{uri!r}: name a bucket and a prefix of the run's own, like {scheme}://bucket/runs/one")
@@ -59,6 +64,7 @@ def parse_location(uri: str) -> Location:
                 "come from the environment or a profile"
             )
         options[name] = value
+    check_steps(place)
     prefix = prefix.strip("/")
     root = place.rstrip("/")
     if kind in _OPTIONS:

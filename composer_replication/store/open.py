@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from urllib.parse import unquote, urlsplit
 
 from composer_replication.store.base import ObjectStore
+from composer_replication.store.keys import check_steps
 from composer_replication.store.local import LocalStore
 from composer_replication.store.memory import MemoryStore
 from composer_replication.store.remote import RemoteStore, known_to_fsspec
@@ -21,10 +23,19 @@ _lock = threading.Lock()
 
 def _open_file(uri: str, create: bool) -> ObjectStore:
     parts = urlsplit(uri)
+    plain = f"file://{parts.netloc}{parts.path}"  # without what might be a secret
     if parts.netloc not in ("", "localhost"):
-        raise ValueError(f"{uri!r}: a file URI has three slashes, file:///{parts.netloc}{parts.path}")
-    if not parts.path.startswith("/") or parts.query or parts.fragment:
-        raise ValueError(f"{uri!r}: a file URI is file:// and an absolute path, like file:///shared/run1")
+        if "@" in parts.netloc:
+            raise ValueError("a file:// URI with something before an @: a folder takes no credentials")
+        raise ValueError(f"{plain!r}: a file URI has three slashes, file:///{parts.netloc}{parts.path}")
+    if not parts.path.startswith("/"):
+        raise ValueError(f"{plain!r}: a file URI is file:// and an absolute path, like file:///shared/run1")
+    if "?" in uri or "#" in uri:
+        raise ValueError(
+            f"{plain!r}: a file URI is file:// and an absolute path, and nothing after it; a ? or # in a folder's "
+            "name is written %3F or %23"
+        )
+    check_steps(parts.path)
     return LocalStore(unquote(parts.path), create=create)
 
 
@@ -39,8 +50,23 @@ def _open_remote(uri: str, create: bool) -> ObjectStore:
     return RemoteStore(uri)
 
 
+def _refuse_web(uri: str, create: bool) -> ObjectStore:
+    scheme = uri.partition("://")[0].lower()
+    raise ValueError(
+        f"{scheme}:// can only be read, and replicas write to their store: use a folder, or the bucket's own scheme "
+        "(s3://bucket/prefix?endpoint_url=... for a server that speaks S3)"
+    )
+
+
 _REMOTE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf")
-_openers: dict[str, Opener] = {"file": _open_file, "memory": _open_memory, **dict.fromkeys(_REMOTE, _open_remote)}
+_WEB = ("http", "https")
+_openers: dict[str, Opener] = {
+    "file": _open_file,
+    "memory": _open_memory,
+    **dict.fromkeys(_REMOTE, _open_remote),
+    **dict.fromkeys(_WEB, _refuse_web),
+}
+_LOGIN = re.compile(r"[^/.~:@][^/:@]+:[^@]*@")  # name:password@host, where a path or a scheme should begin
 
 
 def register_scheme(scheme: str, opener: Opener) -> None:
@@ -55,18 +81,35 @@ def open_store(uri: str, *, create: bool = True) -> ObjectStore:
     With `create` False a folder that isn't there is an error, not a new store. Raises ValueError for a scheme that
     isn't known, StoreError for a place that can't be used.
     """
+    if "\0" in uri:
+        raise ValueError("the store's URI holds a NUL byte, which no place can have in its name")
     scheme, separator, _ = uri.partition("://")
     if not separator:
-        if not uri:
-            raise ValueError("the store's URI is empty: give a folder, like file:///shared/run1")
-        return LocalStore(uri, create=create)
+        return _open_path(uri, create)
     opener = _openers.get(scheme.lower())
     if opener is None and known_to_fsspec(scheme.lower()):
         opener = _open_remote
     if opener is None:
-        known = ", ".join(f"{name}://" for name in sorted(_openers))
+        known = ", ".join(f"{name}://" for name in sorted(_openers) if name not in _WEB)
         raise ValueError(
             f"no store for {scheme}:// in this version, only {known} and plain paths; "
             "a shared folder works across machines, and register_scheme adds a store of your own"
         )
     return opener(uri, create)
+
+
+def _open_path(path: str, create: bool) -> ObjectStore:
+    """A folder by its plain path, or what was nearly a URI."""
+    if not path.strip():
+        raise ValueError("the store's URI is empty: give a folder, like file:///shared/run1")
+    if _LOGIN.match(path):
+        raise ValueError(
+            "the store looks like a name and a password before an @: credentials don't belong there, and a URI begins "
+            "with its scheme, like s3://bucket/prefix"
+        )
+    scheme, colon, rest = path.partition(":")
+    if colon and scheme.lower() == "file":
+        return _open_file(path, create)
+    if colon and scheme.lower() in _openers:
+        raise ValueError(f"a URI has two slashes after its scheme: {scheme}://{re.split('[?#]', rest.lstrip('/'))[0]}")
+    return LocalStore(path, create=create)

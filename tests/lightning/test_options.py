@@ -68,6 +68,15 @@ def test_bad_options_are_refused_at_construction(options: dict[str, Any], messag
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [(" ", "no store"), (5, "store must be a URI or an open store, got 5"), ("a\0b", "store holds a NUL byte")],
+)
+def test_a_store_that_can_not_be_is_refused_at_construction(store: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AutoLoCoCallback(store, **WHO, base_horizon=10)
+
+
 def test_every_field_can_be_given_by_its_name(tmp_path: Path) -> None:
     ours = AutoLoCoCallback(
         tmp_path.as_uri(), **WHO, base_horizon=100, growth_cap=1.3, momentum_max=0.9, max_scale=None, warmup_steps=7
