@@ -26,6 +26,18 @@ _CREDENTIAL = re.compile(
     r"|^token$",
     re.IGNORECASE,
 )
+# In names of environment variables, where a shorter word is enough.
+_SECRET_VARIABLE = re.compile(
+    r"(^|_)(pat|pass|pw|keys?|tokens?|creds?|sas|cookie)($|_)|token$|password|passwd|passphrase|secret|credential|apikey",
+    re.IGNORECASE,
+)
+# Part of a connection string.
+_SECRET_PART = re.compile(
+    r"(^|[;,&?\s])(password|passwd|pwd|account_?key|access_?key|secret_?key|api_?key|shared_?access_?(key|signature))"
+    r"\s*=\s*[^\s;]",
+    re.IGNORECASE,
+)
+_LOGIN = re.compile(r"[^/.~:@][^/:@]+:[^@]*@")  # name:password@host, where a path or a scheme should begin
 _SIGNATURE = re.compile(r"^sig$|signature|^x-(amz|goog)-|accesskeyid$", re.IGNORECASE)  # of pre-signed links
 
 
@@ -178,19 +190,36 @@ def _refuse_credentials(values: Any, prefix: str, place: Place) -> None:
     if isinstance(values, Mapping):
         for key, value in values.items():
             dotted = f"{prefix}{key}"
-            if _CREDENTIAL.search(str(key)):
+            if _CREDENTIAL.search(str(key)) and prefix != "executor.env.":
                 raise RecipeError(
                     f"{place.of(dotted)} looks like a credential: recipes are copied and logged. Set it in the "
                     "environment of the process instead (cloud clients read it from there)"
+                )
+            if prefix == "executor.env." and (
+                _CREDENTIAL.search(str(key)) or _SECRET_VARIABLE.search(str(key)) or _SECRET_PART.search(str(value))
+            ):
+                raise RecipeError(
+                    f"{place.of(dotted)} looks like a credential: recipes are copied and logged. Set it in the "
+                    "environment of the launcher instead, which passes it on to the replicas"
                 )
             _refuse_credentials(value, f"{dotted}.", place)
     elif isinstance(values, str):
         head, separator, rest = values.partition("://")
         authority, query = rest.split("/", 1)[0], rest.partition("?")[2]
+        if _SECRET_PART.search(values) or (prefix == "store.uri." and not separator and _LOGIN.match(values)):
+            raise RecipeError(
+                f"{place.of(prefix[:-1])} holds what looks like a password: set it in the environment instead"
+            )
         if not separator or " " in head:
             return
         names = [part.partition("=")[0] for part in query.replace(";", "&").split("&")]
-        if ":" in authority.rpartition("@")[0] or any(_CREDENTIAL.search(n) or _SIGNATURE.search(n) for n in names):
+        # A secret with a slash in it ends the authority early: what follows the colon is then no port.
+        cut = "@" in rest and not re.fullmatch(r"[^:]*(:\d*)?", authority)
+        if (
+            cut
+            or ":" in authority.rpartition("@")[0]
+            or any(_CREDENTIAL.search(n) or _SIGNATURE.search(n) for n in names)
+        ):
             raise RecipeError(
                 f"{place.of(prefix[:-1])}: the URI holds a password or a signature; set it in the environment instead"
             )

@@ -142,6 +142,46 @@ def test_a_mistake_in_the_file_is_told_with_its_line(text, words):
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "GITHUB_PAT=hunter2",
+        "DB_PASS=hunter2",
+        "MY_TOKEN=hunter2",
+        "SIGNING_KEY=hunter2",
+        "PGPASSWORD=hunter2",
+        "GHTOKEN=hunter2",
+        "HF_TOKEN=hunter2",
+        "CONN=Server=x;Password=hunter2",
+        "CONN=DefaultEndpointsProtocol=https;AccountKey=hunter2",
+        "HTTPS_PROXY=http://me:hunter2@proxy:3128",
+        "HTTPS_PROXY=http://me:hunter/2@proxy:3128",
+    ],
+)
+def test_a_credential_for_the_replicas_belongs_into_the_launcher_s_environment(variable):
+    message = told([f"executor.env.{variable}"])
+    assert f"executor.env.{variable.partition('=')[0]}" in message and "environment" in message
+    assert "hunter" not in message
+    if "://" not in variable:
+        assert "environment of the launcher" in message
+    assert "hunter" not in told(text=BASE + f"executor: {{env: {{{variable.replace('=', ': ', 1)}}}}}\n")
+
+
+def test_a_store_that_holds_a_password_is_refused_and_not_shown():
+    for uri in ("AKIA:hunter2@bucket", "AKIA:hun/ter2@bucket", "s3://AKIA:hun/ter2@bucket/run"):
+        message = told([f"store.uri={uri}"])
+        assert "store.uri" in message and "environment" in message
+        assert "hun" not in message and "AKIA" not in message
+
+
+def test_variables_and_places_that_hold_no_credential_are_fine():
+    plain = {"PYTHONPATH": "/a", "TOKENIZERS_PARALLELISM": "0", "PATH": "/b", "NCCL_DEBUG": "INFO", "X": "a=b;c=d"}
+    recipe = recipe_from(BASE, [f"executor.env.{name}={value}" for name, value in plain.items()])
+    assert recipe.executor.env == plain
+    for uri in ("/data/a:b@c/run", "s3://bucket/a:b@c", "local/run"):
+        assert recipe_from(BASE, [f"store.uri={uri}"]).store.uri == uri
+
+
 def test_names_that_only_look_like_credentials_are_fine():
     recipe = recipe_from(BASE, ["model.args.pad_token=x", "data.args.max_tokens=5", "data.args.tokenizer=t"])
     assert recipe.model.args["pad_token"] == "x"
