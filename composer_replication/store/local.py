@@ -20,6 +20,7 @@ from composer_replication.store.keys import check_key
 
 __all__ = ["LocalStore"]
 
+_READ_ONLY = "its file system is mounted read-only: have it mounted for writing, or choose another folder"
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
