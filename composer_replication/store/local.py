@@ -20,6 +20,8 @@ from composer_replication.store.keys import check_key
 
 __all__ = ["LocalStore"]
 
+ABANDONED_SECONDS = 3600.0  # a file that is being written changes more often than that
+_TEMPORARY = ".tmp-"
 _READ_ONLY = "its file system is mounted read-only: have it mounted for writing, or choose another folder"
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
@@ -98,13 +100,14 @@ class LocalStore:
 
     def _write(self, key: str, data: Buffer, commit: Callable[[Path, Path], None]) -> None:
         path = self._path(key)
-        temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
+        # In the root, so that what a killed writer leaves is found again without a walk through the whole store.
+        temporary = self._root / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
             with self._create(temporary) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            commit(temporary, path)
+            self._name(temporary, path, commit)
         except FileExistsError:
             raise ObjectExists(f"{key} is there already ({self.uri})") from None
         except OSError as error:
@@ -115,18 +118,49 @@ class LocalStore:
         self._sync_folder(path.parent)
 
     def _create(self, temporary: Path) -> BufferedWriter:
+        try:
+            return open(temporary, "xb")
+        except FileNotFoundError as error:
+            raise self._gone() from error
+
+    def _name(self, temporary: Path, path: Path, commit: Callable[[Path, Path], None]) -> None:
         # Someone who deletes the last object of a folder removes the folder too: make it again, a few times.
         for _ in range(20):
             if not self._root.is_dir():
-                raise StoreError(f"{self.uri} is gone: the folder was removed or unmounted while the run used it")
+                raise self._gone()
             try:
-                temporary.parent.mkdir(parents=True, exist_ok=True)
-                return open(temporary, "xb")
+                path.parent.mkdir(parents=True, exist_ok=True)
             except FileNotFoundError:
                 continue
             except (FileExistsError, NotADirectoryError) as error:
                 raise StoreError(f"{self.uri}: {error.filename} is an object, it can't be a folder too") from error
-        raise StoreError(f"{self.uri}: the folder of {temporary.parent.name} vanishes as often as it is made")
+            try:
+                return commit(temporary, path)
+            except FileNotFoundError as error:
+                if not temporary.exists():
+                    raise StoreError(f"{self.uri}: {temporary.name} was removed while it was written") from error
+        raise StoreError(f"{self.uri}: the folder {path.parent} vanishes as often as it is made")
+
+    def _gone(self) -> StoreError:
+        return StoreError(f"{self.uri} is gone: the folder was removed or unmounted while the run used it")
+
+    def _remove_abandoned(self) -> None:
+        """Remove what killed writers have left. Ages are told by the file system's own clock; a store that can't be
+        tidied (read-only, say) can be used all the same."""
+        with contextlib.suppress(OSError):
+            left = [name for name in os.listdir(self._root) if name.startswith(_TEMPORARY)]
+            if not left:
+                return
+            probe = self._root / f"{_TEMPORARY}{uuid.uuid4().hex}"
+            probe.touch(exist_ok=False)
+            try:
+                now = probe.stat().st_mtime
+            finally:
+                probe.unlink()
+            for name in left:
+                with contextlib.suppress(OSError):
+                    if os.stat(self._root / name).st_mtime < now - ABANDONED_SECONDS:
+                        os.unlink(self._root / name)
 
     def _drop_empty_folders(self, folder: Path) -> None:
         while folder != self._root:
@@ -170,6 +204,7 @@ class LocalStore:
         root = self._root
         try:
             if root.is_dir():
+                self._remove_abandoned()
                 return
             if root.exists():
                 raise StoreError(f"{self.uri} is a file: name a folder")

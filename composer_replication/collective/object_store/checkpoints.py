@@ -23,7 +23,7 @@ from composer_replication.collective.reduce import part_sizes
 from composer_replication.errors import ObjectCorrupt, ObjectMissing
 from composer_replication.store.base import ObjectStore
 
-__all__ = ["Manifest", "collect_checkpoints", "commit", "digest_of", "latest_round", "read", "write_blobs"]
+__all__ = ["Manifest", "collect_checkpoints", "commit", "digest_of", "latest_round", "read", "rounds", "write_blobs"]
 
 Trace = Callable[[str], None]
 
@@ -71,10 +71,15 @@ def commit(store: ObjectStore, manifest: Manifest, trace: Trace) -> None:
     trace("after:manifest")
 
 
+def rounds(store: ObjectStore) -> list[int]:
+    """The rounds of all checkpoints, the newest first."""
+    found = (keys.manifest_round(key) for key in store.list(keys.CHECKPOINTS))
+    return sorted((round for round in found if round is not None), reverse=True)
+
+
 def latest_round(store: ObjectStore) -> int | None:
     """The round of the newest checkpoint."""
-    rounds = [keys.manifest_round(key) for key in store.list(keys.CHECKPOINTS)]
-    return max((round for round in rounds if round is not None), default=None)
+    return next(iter(rounds(store)), None)
 
 
 def digest_of(store: ObjectStore, round: int) -> str:

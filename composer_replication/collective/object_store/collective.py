@@ -82,7 +82,8 @@ class ObjectStoreCollective:
             closes without it.
         min_replicas: under skip, how many a round needs; more than half of the fleet unless given.
         timeout_seconds: how long after its own contribution a replica waits for the others'.
-        start_timeout_seconds: the same for the beginning: the first state, and round 0.
+        start_timeout_seconds: the same for the beginning: the first state, round 0, and the first round of a resumed
+            replica.
         poll_seconds: the shortest pause between two looks; they grow to `max_poll_seconds`.
         heartbeat_seconds: how often this replica shows itself, and looks whether it has been overtaken.
         checkpoint_every: rounds between two checkpoints of the shared state.
@@ -177,6 +178,7 @@ class ObjectStoreCollective:
         self._plan: Plan | None = None
         self._attempts: dict[int, int] = {}
         self._tip = 0
+        self._slow_round: int | None = 0  # whose others may be starting still
         self._heart: Heartbeat | None = None
         self._collector: Collector | None = None
         # of the present round
@@ -270,6 +272,7 @@ class ObjectStoreCollective:
             )
         standing = check_known(self._store, self._run, snapshot, strict=self._policy.strict, fleet=self.fleet)
         self._tip = standing.tip
+        self._slow_round = snapshot.round if resumed or snapshot.round == 0 else None
         self._attempts = dict(standing.attempts)
         self._plan = plan_at(self._store, self._run, snapshot.round, snapshot.digest, self.fleet)
         if self._replica not in self._plan.expected:
@@ -277,9 +280,9 @@ class ObjectStoreCollective:
         before = closed_roster(self._store, self._run, snapshot.round - 1) if snapshot.round else None
         self._roster = before.roster if before is not None else None
         newest = checkpoints.latest_round(self._store) or 0
-        self._collector = Collector(
-            self._store, self._replica, round=snapshot.round, checkpoint=newest, every=self._every
-        )
+        self._collector = Collector(self._store, self._replica, checkpoint=newest, every=self._every)
+        if self._roster is not None:
+            self._collector.closed(self._roster)
         heart.watch(self._run, snapshot.round, self._attempts.get(snapshot.round, 0))
         heart.look()
         return snapshot
@@ -318,7 +321,7 @@ class ObjectStoreCollective:
         )
         self._work = work
         timing = self._timing
-        if round == 0:
+        if round == self._slow_round:
             timing = replace(timing, timeout_seconds=max(timing.timeout_seconds, self._start_timeout))
         job = Job(
             plan=plan,
@@ -333,7 +336,7 @@ class ObjectStoreCollective:
             first_attempt=self._attempts.get(round, 0),
         )
         sent, received, self._waited = self._store.bytes_sent, self._store.bytes_received, 0.0
-        pause = self._pause if contribution is not None else self._watching(round, plan.expected)
+        pause = self._pause if contribution is not None else self._watching(round, plan.expected, timing)
         ending = drive(job, work, self._store, clock=self._clock, pause=pause, trace=self._trace, jitter=self._jitter)
         assert self._collector is not None
         self._collector.wrote(round, work.blobs)
@@ -485,7 +488,7 @@ class ObjectStoreCollective:
         self._sleep(seconds)
         self._waited += self._clock() - began
 
-    def _watching(self, round: int, expected: tuple[int, ...]) -> Callable[[float], None]:
+    def _watching(self, round: int, expected: tuple[int, ...], timing: Timing) -> Callable[[float], None]:
         return watching(
             self._raw,
             round,
@@ -493,5 +496,5 @@ class ObjectStoreCollective:
             pause=self._pause,
             clock=self._clock,
             heartbeat_seconds=self._heartbeat_seconds,
-            timeout_seconds=self._timing.timeout_seconds,
+            timeout_seconds=timing.timeout_seconds,
         )

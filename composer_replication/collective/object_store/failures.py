@@ -5,6 +5,7 @@ from __future__ import annotations
 from composer_replication.collective.layout import Layout
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.events import Fail
+from composer_replication.collective.object_store.roster import OTHER_TENSORS
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
 from composer_replication.errors import (
     Diverged,
@@ -18,6 +19,10 @@ from composer_replication.store.base import ObjectStore
 
 __all__ = ["round_error"]
 
+_SAME_TENSORS = (
+    "Freeze and unfreeze (requires_grad) the same tensors after the same round on every replica, by steps of the fleet "
+    "and not by what one replica has seen; then restart this one"
+)
 _REJOIN = "restart it without its own checkpoint, and it joins from the fleet's newest one"
 
 
@@ -31,6 +36,8 @@ def round_error(fail: Fail, store: ObjectStore, round: int, replica: int, layout
                 notes.append("missing: replica " + ", ".join(str(missing) for missing in roster.missing))
             if roster is not None:
                 notes += [f"replica {other}: {why}" for other, why in roster.differing.items()]
+            if roster is not None and OTHER_TENSORS in roster.differing.values():
+                notes.append(_SAME_TENSORS)
             return RoundAborted(f"{where} was aborted: {'; '.join(notes)}")
         case "diverged":
             return Diverged(f"{where}: {fail.reason}. {me} is not averaged; {_REJOIN}")
@@ -38,7 +45,7 @@ def round_error(fail: Fail, store: ObjectStore, round: int, replica: int, layout
             return Diverged(f"{where} has been passed by everyone ({fail.reason}). {me} is behind; {_REJOIN}")
         case "mismatch":
             differences = _tensor_differences(store, fail.reason, layout)
-            return FleetMismatch(f"{where}: {me} trained other tensors than the fleet: {differences}")
+            return FleetMismatch(f"{where}: {me} trained other tensors than the fleet: {differences}. {_SAME_TENSORS}")
         case "sealed":
             return FleetMismatch(f"{where} is sealed ({fail.reason}): the run goes on elsewhere")
         case "corrupt":

@@ -24,7 +24,7 @@ from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.requests import create, there
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, WIRE_VERSION, dump, load
 from composer_replication.collective.reduce import reduce_chunk
-from composer_replication.errors import FleetMismatch, ObjectExists, ReplicaTaken, StoreError
+from composer_replication.errors import FleetMismatch, ObjectCorrupt, ObjectExists, ReplicaTaken, StoreError
 from composer_replication.store.base import ObjectStore
 
 __all__ = ["Process", "agree_on_fleet", "claim_replica", "numerics_probe", "this_process"]
@@ -114,7 +114,10 @@ def _refuse_if_alive(
     pause: Callable[[float], None],
 ) -> None:
     key = keys.claim(replica, incarnation)
-    content = load(store.get(key, max_bytes=MAX_POINTER_BYTES), key)
+    try:
+        content = load(store.get(key, max_bytes=MAX_POINTER_BYTES), key)
+    except ObjectCorrupt:
+        content = {}  # held by nobody knows whom: its heartbeat tells, as for a process elsewhere
     holder = Process(*(str(content.get(name, "")) for name in ("host", "boot", "namespace")), 0, "")  # type: ignore[arg-type]
     pid = content.get("pid")
     if me.beside(holder) and isinstance(pid, int):
@@ -122,8 +125,9 @@ def _refuse_if_alive(
     else:
         alive = _beats(store, replica, incarnation, heartbeat_seconds, clock, pause)
     if alive:
+        who = f"process {pid} on {holder.host}" if holder.host else f"a live process whose claim {key} is damaged"
         raise ReplicaTaken(
-            f"replica {replica} is held by process {pid} on {holder.host} (claim {incarnation} in {store.uri}): "
+            f"replica {replica} is held by {who} (claim {incarnation} in {store.uri}): "
             "choose another id, or stop that process first"
         )
 

@@ -14,20 +14,20 @@ from composer_replication.store.base import ObjectStore
 __all__ = ["KEEP_ROUNDS", "Collector"]
 
 KEEP_ROUNDS = 2
+QUIET_ROUNDS = 8  # looking back for what an earlier life left ends after so many rounds without a blob
 
 
 class Collector:
     """One replica's share of the tidying: its own blobs, and as the lowest id what the dead have left."""
 
-    def __init__(self, store: ObjectStore, replica: int, *, round: int, checkpoint: int, every: int) -> None:
+    def __init__(self, store: ObjectStore, replica: int, *, checkpoint: int, every: int) -> None:
         self._store = store
         self._replica = replica
         self._every = every
-        self._began = round
         self._checkpoint = checkpoint
         self._present: dict[int, int] = {}  # replica -> the last round it took part in: it has applied all before that
         self._own: dict[int, list[str]] = {}
-        self._swept = round
+        self._swept: int | None = None  # all before it is gone; not known before the first sweep
 
     def wrote(self, round: int, blobs: list[str]) -> None:
         self._own.setdefault(round, []).extend(blobs)
@@ -37,7 +37,8 @@ class Collector:
             self._present[replica] = roster.round
 
     def floor(self, expected: tuple[int, ...]) -> int:
-        applied = min((self._present.get(replica, self._began) for replica in expected), default=self._began)
+        # Whoever hasn't been seen since this process began may be about to roll forward from an older state.
+        applied = min((self._present.get(replica, 0) for replica in expected), default=0)
         return min(self._checkpoint, applied) - KEEP_ROUNDS
 
     def collect(self, roster: Roster) -> None:
@@ -48,15 +49,30 @@ class Collector:
         for round in [round for round in self._own if round < floor]:
             del self._own[round]
         if roster.present and self._replica == min(roster.present):
-            while self._swept < floor:
-                doomed += self._left_behind(self._swept)
-                self._swept += 1
+            doomed += self._sweep(floor)
         if doomed:
             self._store.delete(doomed)
 
+    def _sweep(self, floor: int) -> list[str]:
+        """Everyone's blobs below the floor. The first sweep looks back: when a fleet is restarted, no process knows
+        any more what its last life wrote between the floor of then and the round it goes on from."""
+        doomed: list[str] = []
+        if floor <= 0:
+            return doomed
+        if self._swept is None:
+            round, quiet = floor, 0
+            while round > 0 and quiet < QUIET_ROUNDS:
+                round -= 1
+                left = self._left_behind(round)
+                doomed, quiet = left + doomed, 0 if left else quiet + 1
+            self._swept = floor
+        while self._swept < floor:
+            doomed += self._left_behind(self._swept)
+            self._swept += 1
+        return doomed
+
     def _left_behind(self, round: int) -> list[str]:
-        prefix = keys.inputs(round, 0).removesuffix("0/in/")
-        return [key for key in self._store.list(prefix) if key.split("/")[3] in ("in", "out")]
+        return [key for key in self._store.list(keys.round_prefix(round)) if key.split("/")[3] in ("in", "out")]
 
     def _find_checkpoint(self, round: int) -> None:
         newest = round - round % self._every

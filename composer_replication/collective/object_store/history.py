@@ -15,7 +15,17 @@ from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES,
 from composer_replication.errors import FleetMismatch, ObjectMissing
 from composer_replication.store.base import ObjectStore
 
-__all__ = ["Decided", "Standing", "closed_roster", "decided", "declared_base", "has_left", "plan_at", "stand"]
+__all__ = [
+    "Decided",
+    "Standing",
+    "can_follow",
+    "closed_roster",
+    "decided",
+    "declared_base",
+    "has_left",
+    "plan_at",
+    "stand",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +108,22 @@ def has_left(store: ObjectStore, run: str, round: int, replica: int) -> bool:
             reports = (*found.roster.members, *found.roster.others)
             return any(report.replica == replica and report.leaving for report in reports)
     return False
+
+
+def can_follow(store: ObjectStore, run: str, round: int) -> bool:
+    """Is what a replica needs to apply this closed round in the store? (No blob is read, so damage isn't seen.)"""
+    found = closed_roster(store, run, round)
+    if found is None:
+        return False
+    if not found.roster.members:
+        return True
+    writers, means = set[int](), False
+    for key in store.list(keys.round_prefix(round)):
+        attempt, kind, *name = key.split("/")[2:]
+        if kind == "in":
+            writers.add(int(name[0].partition(".")[0]))
+        means = means or (kind == "out" and attempt == str(found.roster.attempt))
+    return means or {report.replica for report in found.roster.members} <= writers
 
 
 def _void(store: ObjectStore, roster: Roster) -> bool:

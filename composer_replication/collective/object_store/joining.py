@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from composer_replication.collective.base import Snapshot
 from composer_replication.collective.object_store import checkpoints, keys
-from composer_replication.collective.object_store.history import Standing, decided, declared_base, stand
+from composer_replication.collective.object_store.history import Standing, can_follow, decided, declared_base, stand
 from composer_replication.collective.object_store.requests import there
-from composer_replication.errors import FleetMismatch, ObjectCorrupt, ObjectMissing
+from composer_replication.errors import FleetMismatch, ObjectCorrupt, ObjectMissing, StoreError
 from composer_replication.store.base import ObjectStore
 
 __all__ = ["check_known", "first_state"]
@@ -39,10 +39,10 @@ def first_state(
         if newest is not None:
             try:
                 return checkpoints.read(store, run, newest)
-            except ObjectMissing as error:
-                if checkpoints.latest_round(store) == newest:
-                    raise ObjectCorrupt(f"the newest checkpoint is incomplete: {error}") from error
-                continue  # it was collected while it was read: there is a newer one
+            except (ObjectMissing, ObjectCorrupt) as error:
+                if checkpoints.latest_round(store) not in (newest, None):
+                    continue  # it was collected while it was read: there is a newer one
+                return _older_state(store, run, newest, error)
         if replica == lowest:
             checkpoints.commit(store, checkpoints.write_blobs(store, run, offered, trace), trace)
             newest = checkpoints.latest_round(store)
@@ -50,6 +50,24 @@ def first_state(
                 return offered  # what was written just now needn't be read back, nor held twice
             continue
         wait()
+
+
+def _older_state(store: ObjectStore, run: str, newest: int, error: StoreError) -> Snapshot:
+    """The next older checkpoint that can be read, and from which the rounds up to the newest one are still there."""
+    for round in checkpoints.rounds(store):
+        if round >= newest:
+            continue
+        if not all(can_follow(store, run, passed) for passed in range(round, newest)):
+            break
+        try:
+            return checkpoints.read(store, run, round)
+        except (ObjectMissing, ObjectCorrupt):
+            continue
+    raise ObjectCorrupt(
+        f"the newest checkpoint (round {newest} of {store.uri}) can't be used: {error}; and no older one "
+        "whose rounds are all there still. Start this replica with a checkpoint of its own, or when the fleet has "
+        "written its next one; if no replica has either, the run can't go on: begin another one under another prefix"
+    ) from error
 
 
 def check_known(store: ObjectStore, run: str, snapshot: Snapshot, *, strict: bool, fleet: tuple[int, ...]) -> Standing:

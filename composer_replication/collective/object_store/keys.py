@@ -34,6 +34,7 @@ __all__ = [
     "result",
     "roster",
     "round_of",
+    "round_prefix",
 ]
 
 FLEET = "fleet.json"
@@ -68,8 +69,12 @@ def layout(fingerprint: str) -> str:
     return f"layouts/{fingerprint}.json"
 
 
+def round_prefix(round: int) -> str:
+    return f"rounds/{round:08d}/"
+
+
 def _attempt(round: int, attempt: int) -> str:
-    return f"rounds/{round:08d}/{attempt}/"
+    return f"{round_prefix(round)}{attempt}/"
 
 
 def inputs(round: int, attempt: int) -> str:

@@ -15,9 +15,11 @@ from composer_replication.collective.membership import select_members
 from composer_replication.collective.object_store.pointers import Ready, Roster
 from composer_replication.collective.object_store.wire import pointer_hash
 
-__all__ = ["DIRECT_BYTES", "Declared", "Plan", "Policy", "propose", "shard_chunks", "takeover_order"]
+__all__ = ["DIRECT_BYTES", "OTHER_TENSORS", "Declared", "Plan", "Policy", "propose", "shard_chunks", "takeover_order"]
 
 DIRECT_BYTES = 4 * 1024 * 1024  # up to this payload a replica, reading everything is faster than two more phases
+
+OTHER_TENSORS = "it trained other tensors"  # why a replica isn't averaged, in select_members's words
 
 Mode = Literal["auto", "direct", "sharded"]
 
@@ -102,11 +104,12 @@ def propose(
     if policy.strict:
         layout = next((report.layout for replica, report in reports.items() if replica not in differing), "")
         differing |= {
-            replica: "it trained other tensors"
+            replica: OTHER_TENSORS
             for replica, report in reports.items()
             if replica not in differing and report.layout != layout
         }
         if damaged or differing:
+            blank = replace(blank, layout=layout)  # for whoever differs from it to say how
             return _abort(blank, missing, {**differing, **damaged}, "not all replicas are in the same state")
     sound = {replica: report for replica, report in reports.items() if replica not in differing}
     # Round 0 asks whether everyone has come, which a culprit has too; later rounds ask for enough to average.

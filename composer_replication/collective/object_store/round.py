@@ -53,7 +53,7 @@ from composer_replication.collective.object_store.pointers import (
     parse_roster,
     parse_verdict,
 )
-from composer_replication.collective.object_store.roster import Declared, propose, takeover_order
+from composer_replication.collective.object_store.roster import OTHER_TENSORS, Declared, propose, takeover_order
 from composer_replication.collective.object_store.wire import pointer_hash
 from composer_replication.errors import ObjectCorrupt
 
@@ -112,7 +112,8 @@ def begin(job: Job) -> State:
 
 
 def advance(state: State, event: Event, now: float) -> Step:
-    """The next state and action. `now` is the local monotonic clock. Raises ObjectCorrupt for a damaged pointer."""
+    """The next state and action. `now` is the local monotonic clock. Raises ObjectCorrupt for a damaged pointer, and
+    ValueError for a report of this replica's own that nobody could read."""
     match state.phase:
         case "start":
             return _look(state)
@@ -230,8 +231,14 @@ def _declare(state: State) -> Step:
             blob_incarnation=state.blobs[1],
             chunks=state.uploaded,
         )
-    key = _ready_key(state, job.replica)
-    return replace(state, phase="declare", tries=1), Create(key, dump_ready(ready), "ready")
+    key, plan = _ready_key(state, job.replica), job.plan
+    try:
+        data = dump_ready(ready)
+        parse_ready(data, key, run=plan.run, round=plan.round, attempt=state.attempt, replica=job.replica)
+    except (ObjectCorrupt, TypeError, ValueError, OverflowError) as error:
+        # Here, and not on everyone who would read it: what is created once stays.
+        raise ValueError(f"replica {job.replica} can't declare its report of round {plan.round}: {error}") from error
+    return replace(state, phase="declare", tries=1), Create(key, data, "ready")
 
 
 def _take(state: State, replica: int, data: bytes) -> State:
@@ -343,6 +350,8 @@ def _enter(state: State, data: bytes, now: float) -> Step:
     if roster.kind == "sealed":
         return _fail(state, "sealed", roster.reason)
     if roster.kind == "abort":
+        if roster.differing.get(job.replica) == OTHER_TENSORS:
+            return _fail(state, "mismatch", roster.layout)
         if job.replica in roster.differing:
             return _fail(state, "diverged", roster.differing[job.replica])
         return _fail(state, "aborted", roster.reason)

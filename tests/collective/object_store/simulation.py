@@ -41,7 +41,7 @@ from composer_replication.collective.object_store.events import (
     Written,
 )
 from composer_replication.collective.object_store.garbage import Collector
-from composer_replication.collective.object_store.history import plan_at, stand
+from composer_replication.collective.object_store.history import closed_roster, plan_at, stand
 from composer_replication.collective.object_store.pointers import ChunkFact
 from composer_replication.collective.object_store.roster import Mode, Policy, shard_chunks
 from composer_replication.collective.object_store.round import advance, begin
@@ -202,7 +202,9 @@ class Simulation:
         yield
         standing = stand(self.store, RUN, round, strict=self.strict)
         attempts, tip = dict(standing.attempts), standing.tip
-        collector = Collector(self.store, replica.id, round=round, checkpoint=0, every=EVERY)
+        collector = Collector(self.store, replica.id, checkpoint=0, every=EVERY)
+        if round and (before := closed_roster(self.store, RUN, round - 1)) is not None:
+            collector.closed(before.roster)
         pending: tuple[int, str] | None = None
         catching_up, left = True, False
         while True:
