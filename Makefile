@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+EXTRAS ?= dev,composer
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 OVERRIDES ?=
@@ -15,7 +16,7 @@ help: ## Show the commands
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@echo "Installing into $(VENV) (PyTorch is a large download the first time) ..."
 	$(PYTHON) -m venv $(VENV)
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 quickstart: $(STAMP) ## Train a small language model on four replicas, about three minutes on two cores
