@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("composer")
 
 import torch
+from composer.callbacks import CheckpointSaver
 from composer.core import Event, State
 from composer.core.engine import sigterm_handler
 from composer.optim import CosineAnnealingWithWarmupScheduler
@@ -26,6 +27,7 @@ from composer_replication.errors import FleetMismatch
 from composer_replication.store import MemoryStore
 from tests.composer.helpers import At, Regression, algorithm, assert_same_bits, in_threads, trainer, weights
 from tests.lightning.helpers import Numbered
+from tests.support import servers
 
 OPTIONS: dict[str, Any] = {"policy": "autoloco", "base_horizon": 4, "horizon_step": 1, "token_fn": lambda batch: 2}
 
@@ -41,7 +43,13 @@ class Dropping(Regression):
 
 
 def run(
-    folder: Path, stops: tuple[int, ...], *, replicas: int = 2, ours: bool = False, dropout: bool = False
+    folder: Path | str,
+    stops: tuple[int, ...],
+    *,
+    replicas: int = 2,
+    ours: bool = False,
+    dropout: bool = False,
+    every: int = 1,
 ) -> list[tuple[Any, ...]]:
     """24 batches (two epochs), stopped before these; (samples seen, final weights, algorithm) of each replica."""
     seen: dict[int, list[list[int]]] = {index: [] for index in range(replicas)}
@@ -56,12 +64,14 @@ def run(
 
             def halt(state: State) -> None:
                 if state.timestamp.batch == stop:
+                    for saver in (one for one in state.callbacks if isinstance(one, CheckpointSaver)):
+                        saver.fit_end(state, made.logger)  # uploads run behind: let them come in
                     raise Stop
 
             if ours:
                 saving: dict[str, Any] = {"load_path": latest_checkpoint(folder, index)}
             else:
-                saving = {"save_folder": str(folder / "{run_name}"), "save_interval": "1ba", "autoresume": True}
+                saving = {"save_folder": f"{folder}/{{run_name}}", "save_interval": f"{every}ba", "autoresume": True}
             made = trainer(
                 model,
                 DataLoader(Numbered(24 * replicas), batch_size=2, sampler=sampler),
@@ -96,6 +106,25 @@ def test_autoresume_inside_intervals_changes_nothing(tmp_path: Path) -> None:
         assert method.final is not None and resumed.final is not None
         assert (resumed.final.digest, resumed.final.rounds) == (method.final.digest, method.final.rounds)
         assert resumed.rounds[-1].metrics()["autoloco/interval_tokens"] > 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.slow  # the uploader's processes import Composer once more
+@pytest.mark.servers
+def test_autoresume_from_s3_inside_an_interval_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := servers.missing_for("moto"):
+        pytest.skip(reason)
+    monkeypatch.chdir(tmp_path)  # whatever Composer writes on its way
+    with servers.moto("checkpoints") as endpoint:
+        monkeypatch.setenv("S3_ENDPOINT_URL", endpoint)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", servers.ACCESS_KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", servers.SECRET_KEY)
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        (saw_again, same, _), *_ = run("s3://checkpoints/runs", (6,), replicas=1, every=5)
+    (saw, ends, _), *_ = run(tmp_path / "straight", (), replicas=1)
+    assert_same_bits(ends, same)
+    # Stopped in batch 7; the last checkpoint was of batch 5.
+    assert saw_again == saw[:6] + saw[5:]
 
 
 def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
