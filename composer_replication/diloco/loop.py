@@ -3,17 +3,7 @@
 Invariant: `OuterLoop` is the one owner of anchor, momentum and controller state, and changes them only from values
 that the round agreed on. Every replica that applied the same rounds therefore holds the same bits.
 
-A hand-written training loop needs ten lines:
-
-    loop = OuterLoop(model, collective, policy=AutoLoCoPolicy(config=AutoLoCoConfig(base_horizon=500)))
-    loop.start(preview())
-    for batch in batches:
-        loss = model(batch); loss.backward()
-        loop.before_step(); optimizer.step(); loop.step_done(lr=optimizer.param_groups[0]["lr"])
-        scheduler.step(); optimizer.zero_grad()
-        if loop.due or loop.overtaken:
-            loop.close_interval(preview())
-    loop.finish(preview())
+A hand-written training loop needs few lines more; examples/plain_loop.py is a whole one, marked where.
 """
 
 from __future__ import annotations
