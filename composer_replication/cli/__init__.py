@@ -43,6 +43,9 @@ Each launch has a folder of its own: output, or output-2, output-3, ... It holds
 the store (unless store.uri says otherwise), and for each replica log.txt, checkpoints and result.json; at the end
 also summary.json and training.png. Ctrl-C stops the replicas in order; --resume goes on from there.
 
+The table's last column: a replica is finished when it has trained its last step and holds the final weights (it may
+still validate), and completed when its process has ended too. Where the table doesn't fit, there are lines instead.
+
 exit code: 0 all replicas completed, 1 a replica failed, 2 wrong recipe or arguments, 130 interrupted.
 """
 
@@ -52,7 +55,7 @@ examples:
   composer-replication status runs/quickstart --watch
   composer-replication status file:///shared/run1 --json | jq .round
 
-Reads the store and writes nothing.
+Reads the store and writes nothing. A replica is finished when it has trained its last step and holds the final weights.
 """
 
 _SCHEDULE = """\
@@ -157,6 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())
     try:
         if args.command == "launch":
+            if not args.dry_run:  # what it prints is YAML. Importing a trainer takes seconds
+                print(f"checking {args.recipe} ...", flush=True)
             from composer_replication.cli.launch import launch
 
             return launch(args.recipe, args.overrides, dry_run=args.dry_run, resume=args.resume, plain=args.plain)

@@ -1,4 +1,4 @@
-"""A fleet on the terminal: a live table, or plain lines where there is no terminal.
+"""A fleet on the terminal: a live table, or plain lines where there is no terminal or too narrow a one.
 
 Invariant: shows values and reads nothing but what it is given; the same for `launch` and `status`.
 """
@@ -42,6 +42,7 @@ class FleetView:
 
 
 COLUMNS = ("replica", "round", "step", "horizon", "loss", "tokens/s", "wait", "state")
+_USUAL = ("0", "1000", "1", "100", "1.000", "12.3k", "10.0 s", "completed")  # cells as wide as a run's soon get
 
 
 def cells(row: Row, steps: int | None) -> tuple[str, ...]:
@@ -63,6 +64,15 @@ def lines(view: FleetView) -> list[str]:
     return [view.title, *body]
 
 
+def _least_width(view: FleetView) -> int:
+    """Columns of a terminal in which the live table can be read; the state may wrap between words."""
+    usual = (*_USUAL[:2], f"{view.steps}/{view.steps}" if view.steps else "10000", *_USUAL[3:])
+    table = [COLUMNS, usual, *(cells(row, view.steps) for row in view.rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS) - 1)]
+    words = [len(word) for line in table for word in line[-1].split()]
+    return sum(widths) + max(words) + 3 * (len(COLUMNS) - 1)  # a line and two spaces between two columns
+
+
 class Screen:
     """Shows views one after another: `with Screen(plain) as screen: screen.show(view)`."""
 
@@ -75,11 +85,12 @@ class Screen:
     def __enter__(self) -> Screen:
         if not self._plain:
             try:
+                from rich.console import Console
                 from rich.live import Live
             except ImportError:
                 self._plain = True
             else:
-                self._live = self._stack.enter_context(Live(auto_refresh=False, transient=False))
+                self._live = Live(console=Console(), auto_refresh=False, transient=False)
         return self
 
     def __exit__(
@@ -89,7 +100,12 @@ class Screen:
         self._live = None
 
     def show(self, view: FleetView) -> None:
+        if self._live is not None and self._live.console.width < _least_width(view):
+            self._stack.close()  # for good: a table that comes and goes is worse than lines
+            self._live = None
         if self._live is not None:
+            if not self._live.is_started:
+                self._stack.enter_context(self._live)
             self._live.update(_table(view), refresh=True)
             return
         # One line whenever a round is closed or a replica comes, goes or fails; waiting is part of training.
@@ -140,9 +156,9 @@ def _table(view: FleetView) -> Any:
         "waiting": "yellow",
         "failed": "bold red",
     }
-    table = Table(title=view.title, title_justify="left", title_style="bold")
+    table = Table(title=view.title, title_justify="left", title_style="bold", show_edge=False, pad_edge=False)
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "state" else "right")
+        table.add_column(name, justify="left" if name == "state" else "right", no_wrap=name != "state")
     for row in view.rows:
         *numbers, state = cells(row, view.steps)
         table.add_row(*numbers, f"[{colours.get(row.state, 'default')}]{state.replace('[', chr(92) + '[')}[/]")

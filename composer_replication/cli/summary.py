@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from composer_replication.autoloco.schedule import run_schedule
 from composer_replication.cli.text import amount, byte_count, duration
 from composer_replication.cli.view import ClosedRound
 from composer_replication.diloco.serverless.executor import ReplicaResult
-from composer_replication.recipe import Recipe
+from composer_replication.recipe import Recipe, policy_of
+from composer_replication.recipe.settings import controller_config
 
 __all__ = ["draw", "summarise"]
 
@@ -93,9 +95,33 @@ def _print_training(recipe: Recipe, values: dict[str, Any]) -> None:
         base = recipe.autoloco.base_horizon
         shown += f"; a fixed interval of {base} takes {values['fixed_rounds']} (this is {share:.0f} % of them)"
     print(f"synchronised   {shown}")
+    first = _adapts_after(recipe)
+    usual = all(steps == recipe.autoloco.base_horizon for steps in values["horizons"][:-1])  # the last may be cut
+    if first is not None and values["steps"] <= first and usual:
+        print(f"               (the interval starts to adapt after step {first}; this run was too short to show it)")
     sent, received = byte_count(values["bytes_sent"]), byte_count(values["bytes_received"])
-    print(f"exchanged      {sent} sent, {received} received by all replicas together, as {recipe.codec}")
+    print(
+        f"exchanged      {sent} sent, {received} received by all replicas together, as {recipe.codec} "
+        "(each reads the others' parts)"
+    )
     print(f"waited         {duration(values['wait_seconds_mean'])} for other replicas, on average")
+
+
+def _adapts_after(recipe: Recipe) -> int | None:
+    """The step before which the controller keeps the base horizon, whatever it measures: asked of the policy itself.
+
+    None if the policy doesn't go by what it measures, or can't change the interval.
+    """
+    if recipe.autoloco.policy not in ("autoloco", "staircase"):
+        return None
+    config = controller_config(recipe)
+    steps = config.warmup_steps + 20 * config.base_horizon  # warm-up, and more than calibration and decision take
+    ends = 0
+    for plan in run_schedule(policy_of(recipe), lambda _: 1.0, steps).plans:
+        if plan.horizon != config.base_horizon:
+            return ends
+        ends += plan.steps
+    return None
 
 
 def draw(recipe: Recipe, rounds: Sequence[ClosedRound], path: Path) -> Path | None:

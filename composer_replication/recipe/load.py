@@ -46,8 +46,13 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise RecipeError(
+            f"there is no recipe {file}; give a YAML file, for example recipes/quickstart.yaml"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"the recipe {file} can't be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else "it isn't UTF-8 text"
+        raise RecipeError(f"the recipe {file} can't be read: {why}") from error
     return recipe_from(text, overrides, file=str(file))
 
 

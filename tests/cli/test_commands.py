@@ -12,8 +12,10 @@ import pytest
 from composer_replication.cli import main
 from composer_replication.cli.live import FleetView, Row, Screen, lines
 from composer_replication.cli.schedule import plot
+from composer_replication.cli.summary import summarise
 from composer_replication.cli.text import amount, byte_count, duration
-from composer_replication.recipe import recipe_from
+from composer_replication.cli.view import ClosedRound
+from composer_replication.recipe import load_recipe, recipe_from
 
 
 def output(capsys, *arguments: str, code: int = 0) -> str:
@@ -219,6 +221,47 @@ def test_plain_lines_come_when_something_has_changed(capsys):
         "round 1  step 20/40  horizon 20  loss 3.000  2k tokens/s  1 training",
         "round 2  1 finished",
     ]
+
+
+@pytest.mark.parametrize(("columns", "table"), [(80, True), (60, False)])
+def test_a_table_where_it_fits_and_lines_where_not(capsys, monkeypatch, columns, table):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    many = Row(
+        replica=0, state="finished", round=7, step=50000, horizon=20, loss=3.0, tokens_per_second=12345, wait_seconds=10
+    )
+    with Screen(plain=False) as screen:
+        screen.show(FleetView(title="run", rows=[Row(replica=0, state="joining")], round=0, steps=50000))
+        screen.show(FleetView(title="run", rows=[many], round=7, steps=50000))
+    shown = capsys.readouterr().out
+    assert "…" not in shown and "50000/50000" in shown
+    assert ("12.3k │" in shown) == table
+    assert ("round 0  1 joining\n" in shown) != table
+
+
+def test_a_launch_says_at_once_what_it_does(capsys, recipe):
+    assert main(["launch", recipe, "training.stepz=3"]) == 2
+    assert capsys.readouterr().out == f"checking {recipe} ...\n"
+
+
+def test_a_recipe_that_is_not_there(capsys, tmp_path):
+    error = output(capsys, "launch", str(tmp_path / "no.yaml"), code=2)
+    assert "Errno" not in error and error.count("no.yaml") == 1 and "recipes/quickstart.yaml" in error
+    assert "Is a directory" in output(capsys, "launch", str(tmp_path), code=2)
+
+
+@pytest.mark.parametrize(("warm_up", "first"), [(0, 60), (20, 70), (25, 80)])  # 7 intervals in the published one
+def test_the_summary_of_a_short_run_says_when_the_interval_would_adapt(capsys, recipe, tmp_path, warm_up, first):
+    loaded = load_recipe(recipe, [f"autoloco.warmup_steps={warm_up}", "training.steps=400"])
+    words = f"(the interval starts to adapt after step {first};"
+    for extra in (0, 10):
+        count = first // 10 + extra // 10
+        closed = [
+            ClosedRound(round=i, steps=10, position=10 * (i + 1), members=(0, 1), tokens=None) for i in range(count)
+        ]
+        summarise(loaded, tmp_path, closed, [], seconds=1.0)
+        assert (words in capsys.readouterr().out) == (extra == 0)
 
 
 def test_numbers_for_people():
