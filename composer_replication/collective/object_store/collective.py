@@ -33,8 +33,9 @@ from composer_replication.collective.object_store.joining import check_known, fi
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.requests import Requests, create
 from composer_replication.collective.object_store.roster import Mode, Plan, Policy
+from composer_replication.collective.object_store.round import State
 from composer_replication.collective.object_store.shards import ShardWork, Trace
-from composer_replication.collective.object_store.waiting import backed_off, watching
+from composer_replication.collective.object_store.waiting import backed_off, duration, seen, telling, watching
 from composer_replication.collective.object_store.wire import dump
 from composer_replication.errors import (
     Fenced,
@@ -248,6 +249,7 @@ class ObjectStoreCollective:
             timeout_seconds=self._start_timeout,
             waiting_for=f"replica {lowest} has not published the first weights in {self._store.uri}: "
             "is it running, with the same store?",
+            line=lambda: f"replica {self._replica} waits for {seen(self._raw, [lowest])} in {self._store.uri}",
         )
         self._run = agree_on_fleet(
             self._store,
@@ -337,7 +339,17 @@ class ObjectStoreCollective:
         )
         sent, received, self._waited = self._store.bytes_sent, self._store.bytes_received, 0.0
         pause = self._pause if contribution is not None else self._watching(round, plan.expected, timing)
-        ending = drive(job, work, self._store, clock=self._clock, pause=pause, trace=self._trace, jitter=self._jitter)
+        tell = telling(self._clock)
+        ending = drive(
+            job,
+            work,
+            self._store,
+            clock=self._clock,
+            pause=pause,
+            trace=self._trace,
+            jitter=self._jitter,
+            waits=lambda state: self._tell(tell, state),
+        )
         assert self._collector is not None
         self._collector.wrote(round, work.blobs)
         if isinstance(ending, Fail):
@@ -487,6 +499,21 @@ class ObjectStoreCollective:
         began = self._clock()
         self._sleep(seconds)
         self._waited += self._clock() - began
+
+    def _tell(self, tell: Callable[[Callable[[], str]], None], state: State) -> None:
+        """Whom this round waits for. An onlooker says nothing: the others may train for hours."""
+        job, since = state.job, state.waiting_since
+        if state.roster is None and since is not None:
+
+            def line() -> str:
+                left = duration(since + job.timing.timeout_seconds - self._clock())
+                enough = len(state.declared) >= self._policy.needed(job.plan.expected, job.plan.round)
+                return (
+                    f"replica {self._replica} waits for {seen(self._raw, state.awaited)} in {self._store.uri}, "
+                    f"round {job.plan.round}; {'goes on without' if enough else 'gives up'} in {left}"
+                )
+
+            tell(line)
 
     def _watching(self, round: int, expected: tuple[int, ...], timing: Timing) -> Callable[[float], None]:
         return watching(

@@ -26,7 +26,7 @@ from composer_replication.collective.object_store.events import (
     Woke,
     Written,
 )
-from composer_replication.collective.object_store.round import advance, begin
+from composer_replication.collective.object_store.round import State, advance, begin
 from composer_replication.collective.object_store.shards import ShardWork, Trace
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES
 from composer_replication.errors import ObjectExists, ObjectMissing
@@ -44,10 +44,14 @@ def drive(
     pause: Callable[[float], None],
     trace: Trace,
     jitter: random.Random,
+    waits: Callable[[State], None],
 ) -> Done | Fail:
-    """Run one round to its end. `pause` sleeps, and raises when this process is to stop waiting."""
+    """Run one round to its end. `pause` sleeps, and raises when this process is to stop waiting; `waits` is called
+    before each pause."""
     state, action = advance(begin(job), Started(), clock())
     while not isinstance(action, Done | Fail):
+        if isinstance(action, Sleep):
+            waits(state)
         event = _act(action, work, store, pause, trace, jitter)
         state, action = advance(state, event, clock())
     return action

@@ -5,6 +5,7 @@ from __future__ import annotations
 from composer_replication.collective.layout import Layout
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.events import Fail
+from composer_replication.collective.object_store.fleet import few
 from composer_replication.collective.object_store.roster import OTHER_TENSORS
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
 from composer_replication.errors import (
@@ -60,4 +61,4 @@ def _tensor_differences(store: ObjectStore, fingerprint: str, layout: Layout) ->
         theirs = Layout.from_json(load(store.get(key, max_bytes=MAX_POINTER_BYTES), key))
     except (StoreError, KeyError, TypeError, ValueError):
         return f"layout {layout.fingerprint} here, {fingerprint} there"
-    return "; ".join(layout.differences(theirs)[:20])
+    return few(layout.differences(theirs), 3)

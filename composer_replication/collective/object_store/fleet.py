@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from composer_replication.collective.reduce import reduce_chunk
 from composer_replication.errors import FleetMismatch, ObjectCorrupt, ObjectExists, ReplicaTaken, StoreError
 from composer_replication.store.base import ObjectStore
 
-__all__ = ["Process", "agree_on_fleet", "claim_replica", "numerics_probe", "this_process"]
+__all__ = ["Process", "agree_on_fleet", "claim_replica", "few", "numerics_probe", "this_process"]
 
 _Json = dict[str, Any]
 
@@ -222,14 +222,20 @@ def agree_on_fleet(
             f"{store.uri} holds another run ({theirs}; this one is {nonce}): choose another prefix, "
             "or resume that run under its own name"
         )
-    lines = _layout_differences(layout, found, resumed) + _differences(_flat(facts), _flat(found))
-    if lines:
+    tensors, settings = _layout_differences(layout, found, resumed), _differences(_flat(facts), _flat(found))
+    if tensors or settings:
+        frozen = [line for line in settings if line.startswith("settings.frozen.")]  # a line for each tensor, too
+        parts = [few([*tensors, *frozen], 3), few([line for line in settings if line not in frozen], 20)]
         raise FleetMismatch(
-            f"this process differs from its fleet (fleet.json in {store.uri}): "
-            + "; ".join(lines[:20])
-            + ("" if len(lines) <= 20 else f"; and {len(lines) - 20} more")
+            f"this process differs from its fleet (fleet.json in {store.uri}): {'; '.join(filter(None, parts))}. "
+            "Start all replicas with the same settings, or use another prefix if the first start was wrong"
         )
     return theirs
+
+
+def few(lines: Sequence[str], most: int) -> str:
+    """The first `most` of them in one line, and how many more there are."""
+    return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
 
 
 def _layout_differences(layout: Layout, found: _Json, resumed: bool) -> list[str]:
