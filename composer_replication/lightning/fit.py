@@ -56,6 +56,14 @@ class Fit(Driver):
                 "first samples will be seen again; a loader with state_dict and load_state_dict resumes exactly"
             )
 
+    def start(self, saved: Mapping[str, Any] | None) -> None:
+        super().start(saved)
+        if saved is None and self.loop.round > 0:
+            self.say(
+                f"no checkpoint of its own: joined the fleet at round {self.loop.round}; its optimizer starts anew "
+                "(set checkpoint_dir, and fit(ckpt_path=latest_checkpoint(...)), to resume exactly)"
+            )
+
     def batch_begins(self, batch: Any) -> None:
         self.look_at(batch)
         count = None
