@@ -71,10 +71,14 @@ class FaultProxy:
 
     async def _close(self) -> None:
         self._server.close()
+        await (
+            _turns()
+        )  # a connection that was accepted just now gets its handler: only a handler that runs can close it
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await _turns()  # transports close in the turn after they are told to
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -166,3 +170,8 @@ class FaultProxy:
                 left -= len(data)
                 if left <= 0:
                     break
+
+
+async def _turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
