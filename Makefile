@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 OVERRIDES ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-faults check lint types format results clean
+.PHONY: help quickstart test test-faults check lint types format clean
 
 help: ## Show the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -130,8 +129,3 @@ class Layout:
         if self.chunk_elements != other.chunk_elements:
             lines.append(f"chunk size: {self.chunk_elements} here, {other.chunk_elements} there")
         return sorted(lines)
-
-
-def slots_of(layout: Layout, indices: Sequence[int]) -> Layout:
-    """The layout of some of the slots, in the same order."""
-    return Layout(tuple(layout.slots[i] for i in indices), layout.chunk_elements)

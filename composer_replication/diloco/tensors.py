@@ -149,9 +149,6 @@ class SharedTensors:
             if kind == "parameter" and name not in self._entries
         }
 
-    def elements_trainable(self) -> int:
-        return sum(e.slot.elements for e in self._entries.values() if e.slot.kind == "parameter")
-
     # -- local weights <-> anchor --------------------------------------------------------------------------------
 
     def pseudo_gradient_into(self, layout: Layout, part: Part, out: Tensor) -> None:

@@ -111,9 +111,17 @@ def propose(
         if damaged or differing:
             blank = replace(blank, layout=layout)  # for whoever differs from it to say how
             return _abort(blank, missing, {**differing, **damaged}, "not all replicas are in the same state")
+    odd: set[int] = set()
+    if not policy.strict:
+        # One odd replica, even the lowest, must not shut out those who trained the same tensors.
+        layouts = Counter(report.layout for replica, report in reports.items() if replica not in differing)
+        if layouts and 2 * layouts.most_common(1)[0][1] > layouts.total():
+            usual = layouts.most_common(1)[0][0]
+            odd = {r for r, report in reports.items() if r not in differing and report.layout != usual}
+            differing |= dict.fromkeys(odd, OTHER_TENSORS)
     sound = {replica: report for replica, report in reports.items() if replica not in differing}
     # Round 0 asks whether everyone has come, which a culprit has too; later rounds ask for enough to average.
-    here = {*sound, *(banned if plan.round == 0 else ())}
+    here = {*sound, *((*banned, *odd) if plan.round == 0 else ())}
     if sum(1 for replica in plan.expected if replica in here) < policy.needed(plan.expected, plan.round):
         return _abort(blank, missing, {}, "too few replicas were ready in time")
 
