@@ -107,6 +107,8 @@ def seaweedfs(bucket: str) -> Iterator[str]:
             *(f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"),
             *("-master.volumeSizeLimitMB=1024", "-volume.max=0", "-volume.preStopSeconds=1"),
             *("-master.telemetry=false", "-filer", "-s3", f"-s3.port={s3}", f"-s3.config={config}", "-s3.iam=false"),
+            # These two would listen on fixed ports, and a second server on this machine would die of it.
+            *("-s3.port.iceberg=0", "-s3.port.lance=0"),
         ]
         endpoint = f"http://127.0.0.1:{s3}"
         with running(command, lambda: answers(endpoint)):
