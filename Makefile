@@ -35,7 +35,7 @@ lint: $(STAMP)
 	$(RUN)/ruff format --check .
 
 types: $(STAMP)
-	$(RUN)/pyright
+	$(RUN)/pyright --pythonpath $(RUN)/python
 
 format: $(STAMP) ## Put the code into form
 	$(RUN)/ruff check --fix .
