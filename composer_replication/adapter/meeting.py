@@ -40,20 +40,15 @@ def given_collective(
     return identity, once
 
 
-def open_store(store: Any, identity: Identity, *, run: str, interrupted: Callable[[], bool], **settings: Any) -> Meet:
+def open_store(
+    store: Any, identity: Identity, *, control: Any, run: str, interrupted: Callable[[], bool], **settings: Any
+) -> Meet:
     """Opens the run of a fit inside `store`: a URI, or an open store; None: COMPOSER_REPLICATION_STORE."""
-    where = store if store is not None else os.environ.get(STORE)
-    if isinstance(where, os.PathLike):
-        where = os.fspath(where)
-    if where is None or (isinstance(where, str) and not where.strip()):
+    where = _place("store", store if store is not None else os.environ.get(STORE))
+    if where is None:
         raise ValueError(f"no store: say where the replicas meet, e.g. store='file:///shared/run1', or set {STORE}")
-
-    if not isinstance(where, str) and not hasattr(where, "put_if_absent"):
-        raise ValueError(f"store must be a URI or an open store, got {where!r}")
-    if isinstance(where, str) and "\0" in where:
-        raise ValueError("store holds a NUL byte, which no place can have in its name")
-
-    given = {name: value for name, value in settings.items() if value is not None}
+    given = {"control": _place("control", control), **settings}
+    given = {name: value for name, value in given.items() if value is not None}
 
     def meet(fit: int) -> Collective:
         from composer_replication.collective.object_store import ObjectStoreCollective
@@ -64,3 +59,15 @@ def open_store(store: Any, identity: Identity, *, run: str, interrupted: Callabl
         )
 
     return meet
+
+
+def _place(name: str, value: Any) -> Any:
+    """A URI or an open store; None if nothing was given."""
+    where = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if where is None or (isinstance(where, str) and not where.strip()):
+        return None
+    if not isinstance(where, str) and not hasattr(where, "put_if_absent"):
+        raise ValueError(f"{name} must be a URI or an open store, got {where!r}")
+    if isinstance(where, str) and "\0" in where:
+        raise ValueError(f"{name} holds a NUL byte, which no place can have in its name")
+    return where

@@ -53,6 +53,7 @@ def read_options(
     replicas: int | None = None,
     launcher: str | None = None,
     collective: Collective | Callable[[int], Collective] | None = None,
+    control: Any = None,
     run: str = "",
     policy: str | Policy = "autoloco",
     base_horizon: int | None = None,
@@ -108,6 +109,8 @@ def read_options(
         raise ValueError(f"run must be a name, got {run!r}")
     if collective is not None and store is not None:
         raise ValueError("give a store or a collective, not both")
+    if collective is not None and control is not None:
+        raise ValueError("control is a second store: it comes with a store, not with a collective")
     check_codec(codec)
     if collective is not None:
         identity, meet = given_collective(collective, replica=replica, replicas=replicas)
@@ -118,6 +121,7 @@ def read_options(
         meet = open_store(
             store,
             identity,
+            control=control,
             run=run,
             interrupted=interrupted,
             codec=codec,

@@ -17,6 +17,7 @@ from typing import Any
 from composer_replication.cli.live import FleetView, Row, Screen
 from composer_replication.cli.summary import summarise
 from composer_replication.cli.view import RunReader
+from composer_replication.collective.object_store.place import open_run
 from composer_replication.diloco.serverless.components import check_components
 from composer_replication.diloco.serverless.executor import ReplicaHandle, ReplicaSpec
 from composer_replication.diloco.serverless.exit_codes import describe
@@ -24,6 +25,7 @@ from composer_replication.diloco.serverless.local_process import LocalProcessExe
 from composer_replication.diloco.serverless.replica_entrypoint import check_writable
 from composer_replication.errors import RecipeError, ReplicationError, StoreError, StoreRefused, StoreUnavailable
 from composer_replication.recipe import Recipe, claim_folder, load_recipe, policy_of, to_yaml
+from composer_replication.recipe.schema import StoreSection
 from composer_replication.store import ObjectStore, open_store
 
 __all__ = ["launch"]
@@ -34,28 +36,28 @@ RECIPE_FILE = "recipe.yaml"
 
 def launch(path: str, overrides: Sequence[str], *, dry_run: bool, resume: bool, plain: bool) -> int:
     recipe = load_recipe(path, overrides)
-    if (
-        recipe.store.uri and "://" not in recipe.store.uri
-    ):  # the replicas are told one that doesn't depend on the folder
-        recipe = replace(
-            recipe, store=replace(recipe.store, uri=Path(recipe.store.uri).expanduser().absolute().as_uri())
-        )
+    section = recipe.store  # the replicas are told places that don't depend on the folder one stands in
+    recipe = replace(recipe, store=replace(section, uri=_absolute(section.uri), control=_absolute(section.control)))
     check_components(recipe)
-    if recipe.store.uri and not resume:
-        _refuse_used_store(recipe.store.uri)
+    if not resume:
+        for name, uri in (("store.uri", recipe.store.uri), ("store.control", recipe.store.control)):
+            if uri:
+                _refuse_used_store(name, uri)
     if dry_run:
         print(to_yaml(recipe), end="")
         print(f"# fine: {_intention(recipe)}. Nothing was started.")
         return 0
-    store = _open(recipe.store.uri) if recipe.store.uri else None  # before a folder is made
+    store = _open(recipe.store) if recipe.store.uri else None  # before a folder is made
     recipe = _resumed(recipe) if resume else claim_folder(recipe)
     assert recipe.output is not None and recipe.store.uri is not None
     folder = Path(recipe.output)
-    store = store if store is not None else _open(recipe.store.uri)
+    store = store if store is not None else _open(recipe.store)
     (folder / RECIPE_FILE).write_text(to_yaml(recipe), encoding="utf-8")
     executor = _executor(recipe, folder)
     specs = [
-        ReplicaSpec(i, recipe.fleet.replicas, recipe.store.uri, recipe=str(folder / RECIPE_FILE))
+        ReplicaSpec(
+            i, recipe.fleet.replicas, recipe.store.uri, recipe=str(folder / RECIPE_FILE), trainer=recipe.trainer
+        )
         for i in range(recipe.fleet.replicas)
     ]
     print(f"{recipe.name}: {_intention(recipe)}\nrun folder {_short(folder)}, store {recipe.store.uri}", flush=True)
@@ -87,30 +89,37 @@ def _intention(recipe: Recipe) -> str:
     return text
 
 
-def _refuse_used_store(uri: str) -> None:
+def _absolute(uri: str | None) -> str | None:
+    return Path(uri).expanduser().absolute().as_uri() if uri and "://" not in uri else uri
+
+
+def _refuse_used_store(name: str, uri: str) -> None:
     try:
         used = bool(open_store(uri, create=False).list("fleet.json"))
     except ValueError as error:
-        raise RecipeError(f"store.uri: {error}") from error
+        raise RecipeError(f"{name}: {error}") from error
     except (StoreRefused, StoreUnavailable):  # no replica will fare better: say so before any starts
         raise
     except StoreError:  # a folder that isn't there yet: opened for real later, with its own message
         return
     if used:
         raise RecipeError(
-            f"store.uri: there is a run in {uri} already. Give another place (store.uri=...), leave store.uri out to "
+            f"{name}: there is a run in {uri} already. Give another place ({name}=...), leave store.uri out to "
             "use a folder of the run's own, or go on with that run: launch its recipe.yaml with --resume"
         )
 
 
-def _open(uri: str) -> ObjectStore:
+def _open(section: StoreSection) -> ObjectStore:
     """The store, tried: a place that can't be written is found out before replicas are started."""
-    try:
-        store = open_store(uri)
-    except ValueError as error:
-        raise RecipeError(f"store.uri: {error}") from error
-    check_writable(store)
-    return store
+    opened: dict[str, ObjectStore] = {}
+    for name, uri in (("store.uri", section.uri), ("store.control", section.control)):
+        if uri:
+            try:
+                opened[name] = open_store(uri)
+            except ValueError as error:
+                raise RecipeError(f"{name}: {error}") from error
+            check_writable(opened[name])
+    return open_run(opened["store.uri"], control=opened.get("store.control"))
 
 
 def _resumed(recipe: Recipe) -> Recipe:

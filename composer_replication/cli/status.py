@@ -9,18 +9,16 @@ from pathlib import Path
 
 from composer_replication.cli.live import Screen, lines
 from composer_replication.cli.view import RunReader
+from composer_replication.collective.object_store.place import open_run
 from composer_replication.errors import StoreError
-from composer_replication.store import open_store
 
-__all__ = ["status"]
+__all__ = ["place_of", "status"]
 
 
-def status(uri: str, *, watch: bool, as_json: bool, every_seconds: float) -> int:
+def status(uri: str, *, control: str | None = None, watch: bool, as_json: bool, every_seconds: float) -> int:
     if not every_seconds > 0:
         raise ValueError(f"--every must be more than 0, not {every_seconds:g}")
-    if "://" not in uri and (Path(uri) / "store" / "fleet.json").is_file():  # a run's folder
-        uri = str(Path(uri) / "store")
-    reader = RunReader(open_store(uri, create=False))
+    reader = RunReader(open_run(place_of(uri), control=control, create=False))
     reader.refresh()
     if reader.fleet is None and not watch:
         raise StoreError(f"there is no run in {reader.store.uri} (no fleet.json): is that the run's store?")
@@ -37,6 +35,13 @@ def status(uri: str, *, watch: bool, as_json: bool, every_seconds: float) -> int
                 return 0
             time.sleep(every_seconds)
             reader.refresh()
+
+
+def place_of(uri: str) -> str:
+    """The store's URI: `uri` itself, or the store in a run's folder on this machine."""
+    if "://" not in uri and (Path(uri) / "store" / "fleet.json").is_file():
+        return str(Path(uri) / "store")
+    return uri
 
 
 def _title(reader: RunReader) -> str:

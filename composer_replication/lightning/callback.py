@@ -47,6 +47,7 @@ class AutoLoCoCallback(pl.Callback):
             COMPOSER_REPLICATION_REPLICA and _REPLICAS, or from `launcher`'s variables.
         launcher: "torchrun", "slurm", ..., if each of its processes is one replica (`composer_replication.isolate`).
         collective: instead of a store: a ready collective, or a function that gives one for the n-th fit.
+        control: a second store (URI or open) for all but the blobs, where `store` can't create an object only once.
         run: name of the run inside the store.
         policy: "autoloco", "fixed" (DiLoCo), "qsr", "linear", "staircase", or a policy.
         base_horizon: optimizer steps in the base interval.
@@ -82,6 +83,7 @@ class AutoLoCoCallback(pl.Callback):
         replicas: int | None = None,
         launcher: str | None = None,
         collective: Collective | Callable[[int], Collective] | None = None,
+        control: Any = None,
         run: str = "",
         policy: str | Policy = "autoloco",
         base_horizon: int | None = None,
@@ -116,6 +118,7 @@ class AutoLoCoCallback(pl.Callback):
             replicas=replicas,
             launcher=launcher,
             collective=collective,
+            control=control,
             run=run,
             policy=policy,
             base_horizon=base_horizon,

@@ -211,7 +211,8 @@ def _refuse_credentials(values: Any, prefix: str, place: Place) -> None:
     elif isinstance(values, str):
         head, separator, rest = values.partition("://")
         authority, query = rest.split("/", 1)[0], rest.partition("?")[2]
-        if _SECRET_PART.search(values) or (prefix == "store.uri." and not separator and _LOGIN.match(values)):
+        place_name = prefix in ("store.uri.", "store.control.")
+        if _SECRET_PART.search(values) or (place_name and not separator and _LOGIN.match(values)):
             raise RecipeError(
                 f"{place.of(prefix[:-1])} holds what looks like a password: set it in the environment instead"
             )

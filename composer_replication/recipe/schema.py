@@ -26,20 +26,20 @@ __all__ = [
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
     name: str | None = None  # a built-in model, e.g. byte_gpt
-    class_: str | None = None  # or the import path of your own LightningModule: my_package.my_module.MyModel
+    class_: str | None = None  # or the import path of your own LightningModule or ComposerModel: my_package.my_module.MyModel
     args: dict[str, Any] = field(default_factory=dict)  # its keyword arguments
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
     name: str | None = None  # built-in data, e.g. text_bytes
-    class_: str | None = None  # or the import path of your own LightningDataModule
+    class_: str | None = None  # or the import path of your own data: my_package.my_module.MyData
     args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """The inner optimizer of a built-in model. Your own LightningModule configures its own."""
+    """The inner optimizer. A LightningModule of your own configures its own; a ComposerModel has none and takes this."""
 
     name: str = "adamw"
     lr: float = 3e-3
@@ -49,7 +49,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSection:
-    """The inner learning-rate schedule of a built-in model, over training.steps."""
+    """The inner learning-rate schedule, over training.steps; used where `optimizer` is."""
 
     name: str = "cosine"  # cosine, linear or constant, after a linear warm-up
     warmup_steps: int = 0
@@ -111,6 +111,7 @@ class AutoLoCoSection:
 @dataclass(frozen=True, kw_only=True)
 class StoreSection:
     uri: str | None = None  # null: a folder of the run's own
+    control: str | None = None  # a second store for all but the blobs, where the first can't create an object only once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ class Recipe:
     """A whole run. `output` is its folder; launching again takes the next free number beside it."""
 
     name: str = "run"
-    trainer: str = "lightning"
+    trainer: str = "lightning"  # or composer, MosaicML's
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)

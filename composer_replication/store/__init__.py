@@ -12,6 +12,7 @@ from composer_replication.store.memory import MemoryStore
 from composer_replication.store.open import open_store, register_scheme
 from composer_replication.store.prefixed import PrefixedStore
 from composer_replication.store.remote import RemoteStore
+from composer_replication.store.split import SplitStore
 
 __all__ = [
     "Buffer",
@@ -20,6 +21,7 @@ __all__ = [
     "ObjectStore",
     "PrefixedStore",
     "RemoteStore",
+    "SplitStore",
     "check_key",
     "open_store",
     "register_scheme",

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Any, Protocol
 
 from composer_replication.errors import StoreError
@@ -38,7 +39,8 @@ class Client(Protocol):
     def mark_of(self, path: str) -> str | None: ...
     def read(self, path: str, start: int, stop: int, limit_seconds: float) -> bytes: ...
     def size(self, path: str) -> int: ...
-    def find(self, root: str, prefix: str) -> Iterable[str]: ...
+    def sizes(self, root: str, prefix: str) -> Iterable[tuple[str, int]]: ...
+    def modified(self, path: str) -> float | None: ...
     def remove(self, paths: Sequence[str]) -> None: ...
 
 
@@ -75,10 +77,13 @@ class FilesystemClient:
     def size(self, path: str) -> int:
         return int(self.call("info", path)["size"])
 
-    def find(self, root: str, prefix: str) -> Iterable[str]:
+    def sizes(self, root: str, prefix: str) -> Iterable[tuple[str, int]]:
         # Only some filesystems look for a prefix; all look below a folder. What is too much is dropped by the caller.
         folder = prefix.rpartition("/")[0]
-        return self.call("find", f"{root}/{folder}" if folder else root, refresh=True)
+        return _sized(self.call("find", f"{root}/{folder}" if folder else root, refresh=True, detail=True))
+
+    def modified(self, path: str) -> float | None:
+        return _moment(self.call("info", path))
 
     def remove(self, paths: Sequence[str]) -> None:
         for path in paths:
@@ -111,12 +116,15 @@ class S3Client(FilesystemClient):
     def size(self, path: str) -> int:
         return int(self.call("info", path, refresh=True)["size"])
 
-    def find(self, root: str, prefix: str) -> Iterable[str]:
+    def sizes(self, root: str, prefix: str) -> Iterable[tuple[str, int]]:
         bucket, _, folder = root.partition("/")
         found = self.call(
             "lsdir", bucket, refresh=True, delimiter="", prefix=f"{folder}/{prefix}" if folder else prefix
         )
-        return [entry["name"] for entry in found]
+        return [(entry["name"], int(entry["size"])) for entry in found]
+
+    def modified(self, path: str) -> float | None:
+        return _moment(self.call("info", path, refresh=True))
 
     def remove(self, paths: Sequence[str]) -> None:
         for first in range(0, len(paths), 1000):
@@ -143,8 +151,8 @@ class GCSClient(FilesystemClient):
     def mark_of(self, path: str) -> str | None:
         return self.call("info", path).get("metadata", {}).get(_MARK)
 
-    def find(self, root: str, prefix: str) -> Iterable[str]:
-        return self.call("find", root, prefix=prefix, update_cache=False)
+    def sizes(self, root: str, prefix: str) -> Iterable[tuple[str, int]]:
+        return _sized(self.call("find", root, prefix=prefix, update_cache=False, detail=True))
 
 
 class AzureClient(FilesystemClient):
@@ -165,9 +173,12 @@ class AzureClient(FilesystemClient):
     def size(self, path: str) -> int:
         return int(self.wait(self._properties, path).size)
 
-    def find(self, root: str, prefix: str) -> Iterable[str]:
+    def sizes(self, root: str, prefix: str) -> Iterable[tuple[str, int]]:
         container, _, folder = root.partition("/")
-        return self.wait(self._names, container, f"{folder}/{prefix}" if folder else prefix)
+        return self.wait(self._listed, container, f"{folder}/{prefix}" if folder else prefix)
+
+    def modified(self, path: str) -> float | None:
+        return _moment({"last_modified": self.wait(self._properties, path).last_modified})
 
     async def _upload(self, path: str, data: bytes | bytearray, **kwargs: Any) -> None:
         async with self._blob(path) as blob:
@@ -177,13 +188,31 @@ class AzureClient(FilesystemClient):
         async with self._blob(path) as blob:
             return await blob.get_blob_properties(**self._tries)
 
-    async def _names(self, container: str, prefix: str) -> list[str]:
+    async def _listed(self, container: str, prefix: str) -> list[tuple[str, int]]:
         async with self.fs.service_client.get_container_client(container) as client:
-            return [f"{container}/{name}" async for name in client.list_blob_names(name_starts_with=prefix)]
+            found = client.list_blobs(name_starts_with=prefix)
+            return [(f"{container}/{blob.name}", int(blob.size)) async for blob in found]
 
     def _blob(self, path: str) -> Any:
         container, _, name = path.partition("/")
         return self.fs.service_client.get_blob_client(container, name)
+
+
+def _sized(found: dict[str, dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(path, int(about.get("size") or 0)) for path, about in found.items()]
+
+
+def _moment(about: dict[str, Any]) -> float | None:
+    """When an object was written, by the store's own clock, in seconds since 1970; None if it doesn't say."""
+    for name in ("LastModified", "last_modified", "updated", "mtime", "modified", "created"):
+        value = about.get(name)
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return None
 
 
 def library(name: str) -> Any:

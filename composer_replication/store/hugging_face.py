@@ -17,7 +17,8 @@ __all__ = ["connect_hub"]
 _REFUSAL = (
     "Hugging Face buckets can't create an object only if it is absent, and the rounds rest on that. Use the bucket "
     "through its S3 gateway (s3://BUCKET/PREFIX?endpoint_url=https://s3.hf.co/NAMESPACE) if that keeps conditions, "
-    "another store, or a repository for a small fleet"
+    "another store, a repository for a small fleet, or keep only the blobs here and the pointers in a store that can: "
+    "control='s3://...' (docs/stores.md)"
 )
 _TYPES = {"datasets": "dataset", "models": "model", "spaces": "space"}
 
@@ -88,11 +89,14 @@ class _Repository:
             raise FileNotFoundError(path)
         return int(info.size)
 
-    def find(self, root: str, prefix: str) -> Iterable[str]:
+    def modified(self, path: str) -> float | None:
+        return None
+
+    def sizes(self, root: str, prefix: str) -> Iterable[tuple[str, int]]:
         folder = f"{root}/{prefix}".removeprefix(self._prefix).rpartition("/")[0]
         tree = self._api.list_repo_tree(path_in_repo=folder or None, recursive=True, **self._about)
         try:
-            return [self._prefix + entry.path for entry in tree if hasattr(entry, "size")]
+            return [(self._prefix + entry.path, int(entry.size)) for entry in tree if hasattr(entry, "size")]
         except self._hub.utils.EntryNotFoundError:
             return []
 

@@ -75,14 +75,22 @@ class LocalStore:
             raise self._failure(key, error) from error
 
     def list(self, prefix: str) -> list[str]:
-        folder, _, _ = prefix.rpartition("/")
-        top = self._root / check_key(folder) if folder else self._root
-        found: list[str] = []
-        for where, folders, files in os.walk(top):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            base = Path(where).relative_to(self._root)
-            found += [(base / name).as_posix() for name in files if not name.startswith(".")]
-        return sorted(key for key in found if key.startswith(prefix))
+        return sorted(self._found(prefix))
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """All keys that begin with `prefix`, and their sizes in bytes."""
+        sizes: dict[str, int] = {}
+        for key in sorted(self._found(prefix)):
+            with contextlib.suppress(FileNotFoundError):
+                sizes[key] = os.stat(self._path(key)).st_size
+        return sizes
+
+    def modified_seconds(self, key: str) -> float:
+        """When an object was written by the file system's own clock, in seconds since 1970."""
+        try:
+            return os.stat(self._path(key)).st_mtime
+        except OSError as error:
+            raise self._failure(key, error) from error
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -97,6 +105,16 @@ class LocalStore:
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
+
+    def _found(self, prefix: str) -> list[str]:
+        folder, _, _ = prefix.rpartition("/")
+        top = self._root / check_key(folder) if folder else self._root
+        found: list[str] = []
+        for where, folders, files in os.walk(top):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            base = Path(where).relative_to(self._root)
+            found += [(base / name).as_posix() for name in files if not name.startswith(".")]
+        return [key for key in found if key.startswith(prefix)]
 
     def _write(self, key: str, data: Buffer, commit: Callable[[Path, Path], None]) -> None:
         path = self._path(key)

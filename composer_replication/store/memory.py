@@ -53,6 +53,11 @@ class MemoryStore:
         with self._lock:
             return sorted(key for key in self._objects if key.startswith(prefix))
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """All keys that begin with `prefix`, and their sizes in bytes."""
+        with self._lock:
+            return {key: len(data) for key, data in self._objects.items() if key.startswith(prefix)}
+
     def delete(self, keys: Iterable[str]) -> None:
         names = [check_key(key) for key in keys]
         with self._lock:

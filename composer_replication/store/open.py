@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from composer_replication.store.base import ObjectStore
@@ -74,21 +75,26 @@ def register_scheme(scheme: str, opener: Opener) -> None:
     _openers[scheme] = opener
 
 
-def open_store(uri: str, *, create: bool = True) -> ObjectStore:
+def open_store(uri: str, *, create: bool = True, options: Mapping[str, Any] | None = None) -> ObjectStore:
     """The store at `uri`: a folder (`file:///shared/run1` or a plain path), a bucket (`s3://`, `gs://`, `az://`,
     `hf://`; docs/stores.md), `memory://name` within this process, or, at one's own risk, anything that fsspec knows.
 
-    With `create` False a folder that isn't there is an error, not a new store. Raises ValueError for a scheme that
-    isn't known, StoreError for a place that can't be used.
+    With `create` False a folder that isn't there is an error, not a new store. `options` go to the fsspec filesystem of
+    a remote store; they may hold credentials, and are never shown. Raises ValueError for a scheme that isn't known,
+    StoreError for a place that can't be used.
     """
     if "\0" in uri:
         raise ValueError("the store's URI holds a NUL byte, which no place can have in its name")
     scheme, separator, _ = uri.partition("://")
     if not separator:
+        _refuse_options(uri, options)
         return _open_path(uri, create)
     opener = _openers.get(scheme.lower())
     if opener is None and known_to_fsspec(scheme.lower()):
         opener = _open_remote
+    if options and opener is _open_remote:
+        return RemoteStore(uri, options=options)
+    _refuse_options(uri, options)
     if opener is None:
         known = ", ".join(f"{name}://" for name in sorted(_openers) if name not in _WEB)
         raise ValueError(
@@ -96,6 +102,13 @@ def open_store(uri: str, *, create: bool = True) -> ObjectStore:
             "a shared folder works across machines, and register_scheme adds a store of your own"
         )
     return opener(uri, create)
+
+
+def _refuse_options(uri: str, options: Mapping[str, Any] | None) -> None:
+    if options:
+        raise ValueError(
+            f"options {sorted(options)} mean nothing to the store {uri}, which is not one of fsspec's: leave them out"
+        )
 
 
 def _open_path(path: str, create: bool) -> ObjectStore:

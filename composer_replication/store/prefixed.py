@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from composer_replication.store import details
 from composer_replication.store.base import Buffer, ObjectStore
 from composer_replication.store.keys import check_key
 
@@ -35,6 +36,13 @@ class PrefixedStore:
 
     def list(self, prefix: str) -> list[str]:
         return [key[len(self._prefix) :] for key in self._store.list(self._prefix + prefix)]
+
+    def sizes(self, prefix: str) -> dict[str, int | None]:
+        found = details.sizes(self._store, self._prefix + prefix)
+        return {key[len(self._prefix) :]: size for key, size in found.items()}
+
+    def modified_seconds(self, key: str) -> float | None:
+        return details.modified_seconds(self._store, self._prefix + check_key(key))
 
     def delete(self, keys: Iterable[str]) -> None:
         self._store.delete(self._prefix + check_key(key) for key in keys)

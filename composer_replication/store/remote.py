@@ -135,20 +135,28 @@ class RemoteStore:
         return self._read(key, start, max(stop, start + 1))[: stop - start]
 
     def list(self, prefix: str) -> list[str]:
-        above = f"{self._where.root}/"
+        return sorted(self.sizes(prefix))
 
-        def find(client: Client) -> list[str]:
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """All keys that begin with `prefix`, and their sizes in bytes."""
+        above = f"{self._where.root}/".lstrip("/")
+
+        def find(client: Client) -> dict[str, int]:
             try:
-                found = [str(path) for path in client.find(self._where.root, prefix)]
+                found = [(str(path), size) for path, size in client.sizes(self._where.root, prefix)]
             except Exception as error:
                 # An empty prefix is no error anywhere, except where folders are real; a bucket that isn't there is one.
                 if kind_of(error) == "missing" and self._where.kind not in EXTRAS:
-                    return []
+                    return {}
                 raise
-            keys = (path.lstrip("/").removeprefix(above.lstrip("/")) for path in found)
-            return sorted(key for key in keys if key.startswith(prefix) and _is_key(key))
+            keys = ((path.lstrip("/").removeprefix(above), size) for path, size in found)
+            return {key: size for key, size in keys if key.startswith(prefix) and _is_key(key)}
 
         return self._try(f"list {prefix!r}", None, find)
+
+    def modified_seconds(self, key: str) -> float | None:
+        """When an object was written by the store's own clock, in seconds since 1970; None if it doesn't tell."""
+        return self._try(f"look at {key}", key, lambda client: client.modified(self._path(key)))
 
     def delete(self, keys: Iterable[str]) -> None:
         paths = [self._path(key) for key in keys]

@@ -30,6 +30,7 @@ from composer_replication.collective.object_store.garbage import Collector
 from composer_replication.collective.object_store.heartbeat import Heartbeat
 from composer_replication.collective.object_store.history import closed_roster, has_left, plan_at
 from composer_replication.collective.object_store.joining import check_known, first_state
+from composer_replication.collective.object_store.place import open_run
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.requests import Requests, create
 from composer_replication.collective.object_store.roster import Mode, Plan, Policy
@@ -43,7 +44,7 @@ from composer_replication.errors import (
     RoundError,
     StoreError,
 )
-from composer_replication.store import ObjectStore, PrefixedStore, open_store
+from composer_replication.store import ObjectStore
 
 __all__ = ["STEPS", "ObjectStoreCollective"]
 
@@ -75,6 +76,7 @@ class ObjectStoreCollective:
 
     Args:
         store: a store, or its URI.
+        control: a second store for all but the blobs, where the first can't create an object only once.
         replica: this replica's id, from 0 to replicas - 1.
         replicas: how many the run begins with.
         run: prefix of the run within the store.
@@ -105,6 +107,7 @@ class ObjectStoreCollective:
         *,
         replica: int,
         replicas: int,
+        control: ObjectStore | str | None = None,
         run: str = "",
         codec: str = "float32",
         failure_policy: Literal["strict", "skip"] = "strict",
@@ -146,8 +149,7 @@ class ObjectStoreCollective:
                 raise ValueError(f"{name} must be greater than 0, got {value}")
         if tolerated_misses < 0:
             raise ValueError(f"tolerated_misses must not be negative, got {tolerated_misses}")
-        whole = open_store(store) if isinstance(store, str) else store
-        self._raw = PrefixedStore(whole, run) if run else whole
+        self._raw = open_run(store, control=control, run=run)
         self._store = Requests(self._raw, sleep=sleep)
         self._replica = replica
         self._codec = check_codec(codec)

@@ -100,7 +100,8 @@ def claim_replica(
             return last + 1
         raise StoreError(
             f"{store.uri} lets two writers create the same object ({key}), so no round would be safe there: "
-            "use a store, or a mount, whose create-if-absent is honest"
+            "use a store, or a mount, whose create-if-absent is honest, or keep only the blobs there and the pointers "
+            "in such a store (control=...; docs/stores.md)"
         )
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "incarnation_of",
     "input_chunk",
     "inputs",
+    "is_blob",
     "layout",
     "manifest",
     "manifest_round",
@@ -40,6 +41,7 @@ __all__ = [
 FLEET = "fleet.json"
 FINAL = "final.json"
 CHECKPOINTS = "checkpoints/"
+_BLOB = re.compile(r"(?:\A|/)(?:rounds/\d{8}/\d{1,6}/(?:in|out)/.|checkpoints/\d{8}/(?!manifest\.json\Z).)")
 
 
 def claims(replica: int) -> str:
@@ -110,6 +112,11 @@ def round_of(key: str) -> tuple[int, int] | None:
     """(round, attempt) of a key below rounds/."""
     found = re.match(r"rounds/(\d{8})/(\d{1,6})/", key)
     return (int(found[1]), int(found[2])) if found else None
+
+
+def is_blob(key: str) -> bool:
+    """Is it a blob's key, wherever the run lies? All others are pointers, or small objects for people."""
+    return _BLOB.search(key) is not None
 
 
 def checkpoint(round: int) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from composer_replication.diloco.serverless.averager import Averager, Done
 from composer_replication.diloco.serverless.manager import MockManager
+from composer_replication.store import open_store
 
 __all__ = ["MockManager", "ObjectStoreAllReduce"]
 
@@ -29,12 +30,14 @@ class ObjectStoreAllReduce:
     Args:
         replica_id, num_replicas: this replica's id, from 0, and how many there are.
         rendezvous_uri: the store, one for each run.
-        fsspec_kwargs: options for a store that is reached through fsspec; there are none for a folder.
+        fsspec_kwargs: options for the fsspec filesystem of a store that is reached through one; there are none for a
+            folder. They may hold credentials.
         poll_s: the longest pause between two looks at the store, in seconds.
         timeout_s: how long a round waits for the others.
         codec: how values travel: "float32", "bfloat16" or "int8".
         failure_policy: "strict": a replica that is missing at the deadline ends the run for all, with RoundAborted;
             "skip": the mean is that of the others.
+        control: URI of a second store for all but the blobs, where the first can't create an object only once.
 
     A replica whose tensor isn't finite is not averaged. Values travel as float32 whatever the tensor's dtype.
     """
@@ -50,18 +53,16 @@ class ObjectStoreAllReduce:
         *,
         codec: str = "float32",
         failure_policy: Literal["strict", "skip"] = "strict",
+        control: str | None = None,
     ) -> None:
         from composer_replication.collective.object_store import ObjectStoreCollective
 
-        if fsspec_kwargs:
-            raise ValueError(
-                f"fsspec_kwargs {sorted(fsspec_kwargs)} mean nothing to the store {rendezvous_uri}: leave them out"
-            )
         if not poll_s > 0:
             raise ValueError(f"poll_s must be more than 0, got {poll_s}")
         self._averager = Averager(
             ObjectStoreCollective(
-                rendezvous_uri,
+                open_store(rendezvous_uri, options=fsspec_kwargs),
+                control=control,
                 replica=replica_id,
                 replicas=num_replicas,
                 codec=codec,
