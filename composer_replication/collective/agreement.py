@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_replication.collective.base import Report
+from composer_replication.collective.guards import Guards
 from composer_replication.collective.layout import Layout
-from composer_replication.collective.membership import select_members
+from composer_replication.collective.membership import Treatment, select_members, treat
 from composer_replication.errors import Diverged, FleetMismatch
 
 __all__ = ["Closing", "Offer", "check_layouts", "check_offers", "close_round", "differing_settings"]
@@ -39,6 +40,7 @@ class Closing:
     others: tuple[Report, ...]
     absent: Mapping[int, str]
     expected_next: tuple[int, ...]
+    treatment: Treatment
 
 
 def differing_settings(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -94,7 +96,7 @@ def _spell(what: str, lines: Sequence[str]) -> str:
     return f"{what} (here: replica at fault): {'; '.join(lines[:_SHOWN])}{more}"
 
 
-def close_round(reports: Sequence[Report], layouts: Mapping[int, Layout]) -> Closing:
+def close_round(reports: Sequence[Report], layouts: Mapping[int, Layout], guards: Guards) -> Closing:
     """Decide a round in which every expected replica has reported.
 
     Raises FleetMismatch for a replica that trained other tensors than the lowest id, and Diverged for one whose
@@ -109,7 +111,7 @@ def close_round(reports: Sequence[Report], layouts: Mapping[int, Layout]) -> Clo
                 f"replica {report.replica}'s interval began from state {report.base or 'without a digest'},"
                 f" replica {first.replica}'s from {first.base or 'one without a digest'}"
             )
-    chosen = select_members(ordered)
+    chosen = select_members(ordered, guards=guards)
     others = tuple(report for report in ordered if report.replica in chosen.absent)
     expected_next = tuple(report.replica for report in ordered if not report.leaving)
-    return Closing(chosen.members, others, chosen.absent, expected_next)
+    return Closing(chosen.members, others, chosen.absent, expected_next, treat(chosen.members, guards))

@@ -3,7 +3,7 @@
 A `Collective` averages contributions over the replicas of a fleet, one round at a time. It moves
 bytes and agrees on who is averaged; it knows nothing of outer steps or policies.
 
-Invariant: everything in a `RoundOutcome` but `wait_seconds`, `phase_seconds` and the byte counts is the
+Invariant: everything in a `RoundOutcome` but `lateness`, `wait_seconds`, `phase_seconds` and the byte counts is the
 same on every replica of the fleet.
 """
 
@@ -68,10 +68,14 @@ class RoundOutcome:
     members: tuple[Report, ...]  # who was averaged, by ascending replica id
     absent: Mapping[int, str]  # expected or present replicas that were not averaged, and why
     others: tuple[Report, ...] = ()  # reports of replicas that took part without being averaged, by ascending id
+    outliers: Mapping[int, str] = field(default_factory=dict[int, str])  # members whose norms stick out, what was done
+    drift: float | None = None  # squared norms of what was averaged, brought together; None: plain mean of the members'
     expected_next: tuple[int, ...]  # whom the next round waits for; empty: the run is over
     mean_square_norm: float  # squared norm of the decoded mean over the parameters
     mean: Callable[[int, Tensor], None]
     # how it went here, for people
+    lateness: Mapping[int, float] = field(default_factory=dict[int, float])
+    # ^ seconds after this replica's own contribution at which each other one's was there, of those that took part
     wait_seconds: float = 0.0  # waiting for others
     phase_seconds: Mapping[str, float] = field(default_factory=dict[str, float])  # encode, write, read, reduce, decode
     bytes_sent: int = 0

@@ -17,7 +17,16 @@ from torch import Tensor
 from composer_replication.collective.norms import all_finite
 from composer_replication.collective.scratch import scratch
 
-__all__ = ["INT8_BLOCK", "INT8_MAX_SCALE", "INT8_MIN_SCALE", "add_decoded_", "decode_into", "encode_into"]
+__all__ = [
+    "INT8_BLOCK",
+    "INT8_MAX_SCALE",
+    "INT8_MIN_SCALE",
+    "add_decoded_",
+    "comparators",
+    "decode_into",
+    "encode_into",
+    "trimmed_mean_into",
+]
 
 INT8_BLOCK = 4096
 INT8_MIN_SCALE = 2.0**-126  # the least normal float32: a subnormal scale would lose its precision, or be zero
@@ -25,15 +34,16 @@ INT8_MAX_SCALE = float.fromhex("0x1.020406p+121")  # the float32 below FLT_MAX /
 _BFLOAT16_MAX = float.fromhex("0x1.fep+127")
 _ROWS = 64  # 64 rows of 4,096 float32 are 1 MiB; several times as fast as blocks of 8 rows
 _STRIDE = _ROWS * INT8_BLOCK
+_SORTED_ROWS = 1024  # of all contributions together, while they are sorted: 16 MiB
 
 
-def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+def _spans(sizes: Sequence[int], stride: int = _STRIDE) -> Iterator[tuple[int, int, int, int]]:
     """Where each block of rows lies: part, begin, end, first scale. All but a part's last row are whole."""
     begin = scale = 0
     for part, size in enumerate(sizes):
         whole = size - size % INT8_BLOCK
-        for offset in range(0, whole, _STRIDE):
-            take = min(_STRIDE, whole - offset)
+        for offset in range(0, whole, stride):
+            take = min(stride, whole - offset)
             yield part, begin + offset, begin + offset + take, scale
             scale += take // INT8_BLOCK
         if whole < size:
@@ -110,9 +120,17 @@ def decode_into(out: Tensor, sizes: Sequence[int], data: Tensor, scales: Tensor 
         out.copy_(data)
         return
     for _, begin, end, first in _spans(sizes):
-        block = _rows(out, begin, end)
-        block.copy_(_rows(data, begin, end))
-        block.mul_(scales[first : first + len(block)].unsqueeze(1))
+        _decode_span(out[begin:end], data, scales, begin, first)
+
+
+def _decode_span(out: Tensor, data: Tensor, scales: Tensor | None, begin: int, first: int) -> None:
+    """Decode the span that begins at `begin`, with `first` as its first scale."""
+    if scales is None:
+        out.copy_(data[begin : begin + out.numel()])
+        return
+    block = _rows(out, 0, out.numel())
+    block.copy_(_rows(data, begin, begin + out.numel()))
+    block.mul_(scales[first : first + len(block)].unsqueeze(1))
 
 
 def add_decoded_(total: Tensor, sizes: Sequence[int], data: Tensor, scales: Tensor | None) -> None:
@@ -131,3 +149,59 @@ def add_decoded_(total: Tensor, sizes: Sequence[int], data: Tensor, scales: Tens
         room = spare[: end - begin].view(block.shape)
         room.copy_(_rows(data, begin, end))
         block.add_(room.mul_(scales[first : first + len(block)].unsqueeze(1)))
+
+
+def comparators(count: int) -> Iterator[tuple[int, int]]:
+    """Batcher's merge exchange (Knuth, The Art of Computer Programming, 5.2.2, algorithm M): pairs (i, j), i < j,
+    which sort any `count` values when each pair in turn is put into order."""
+    top = 1 << max(count - 1, 0).bit_length() >> 1
+    step = top
+    while step:
+        high, rest, distance = top, 0, step
+        while distance:
+            for index in range(count - distance):
+                if index & step == rest:
+                    yield index, index + distance
+            distance, high, rest = high - step, high >> 1, step
+        step >>= 1
+
+
+def trimmed_mean_into(
+    out: Tensor,
+    sizes: Sequence[int],
+    chunks: Sequence[tuple[Tensor, Tensor | None]],
+    factors: Sequence[float] | None,
+    trim: int,
+) -> None:
+    """Coordinate by coordinate, the mean of the decoded values without the `trim` least and the `trim` greatest.
+
+    `chunks` are (data, scales) of each contribution; decoded values are multiplied by their float32 factor first, if
+    there are `factors`. Values are put into order by minima and maxima, so that no algorithm of a library's decides
+    about a bit, then added in ascending order and divided by their number. NaN counts as infinite: a minority can't
+    spoil the mean with it.
+    """
+    count = len(chunks)
+    stride = max(_SORTED_ROWS // (count + 1), 1) * INT8_BLOCK
+    stride = min(stride, _STRIDE)
+    width = min(stride, max(sizes, default=0))
+    room = scratch("sorting", (count + 1) * width, torch.float32)
+    pairs, kept = tuple(comparators(count)), count - 2 * trim
+    divisor = torch.full((1,), float(kept))  # a tensor, not a number: see above
+    for _, begin, end, first in _spans(sizes, stride):
+        rows = [room[index * width : index * width + end - begin] for index in range(count + 1)]
+        spare = rows.pop()
+        for index, (data, scales) in enumerate(chunks):
+            _decode_span(rows[index], data, scales, begin, first)
+            if factors is not None and factors[index] != 1.0:
+                rows[index].mul_(factors[index])
+            # A minimum of 0.0 and -0.0 may be either: adding zero leaves one of them only.
+            rows[index].nan_to_num_(torch.inf, torch.inf, -torch.inf).add_(0.0)
+        for low, high in pairs:
+            torch.minimum(rows[low], rows[high], out=spare)
+            torch.maximum(rows[low], rows[high], out=rows[high])
+            rows[low], spare = spare, rows[low]
+        total = out[begin:end].copy_(rows[trim])
+        for row in rows[trim + 1 : trim + kept]:
+            total.add_(row)
+        if kept > 1:
+            total.div_(divisor)

@@ -54,6 +54,7 @@ __all__ = [
     "content_hash",
     "decode_chunk",
     "encode_chunk",
+    "open_chunk",
     "payload_bytes",
     "read_fields",
     "try_encode_chunk",
@@ -206,6 +207,14 @@ def add_chunk_(
     data, scales = _views(codec, sizes, buffer, begin)
     _check_scales(scales)
     add_decoded_(total, sizes, data, scales)
+
+
+def open_chunk(codec: str, sizes: Sequence[int], buffer: Buffer) -> tuple[Tensor, Tensor | None]:
+    """A chunk's data and scales, checked but not decoded: views of `buffer`, which they keep. Raises ObjectCorrupt."""
+    begin = check_chunk(codec, sizes, buffer)
+    data, scales = _views(codec, sizes, buffer, begin)
+    _check_scales(scales)
+    return data, scales
 
 
 def _check_values(values: Tensor, sizes: Sequence[int], name: str) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from composer_replication.collective.agreement import Offer
 from composer_replication.collective.base import Contribution, RoundOutcome, Snapshot
 from composer_replication.collective.codec import check_codec, decode_chunk, encode_chunk
+from composer_replication.collective.guards import Guards
 from composer_replication.collective.layout import Layout
 from composer_replication.collective.meeting import Meeting, MeetingRound
 from composer_replication.collective.reduce import part_sizes
@@ -38,14 +39,24 @@ class InProcessFleet:
         replicas: how many.
         codec: "float32", "bfloat16" or "int8".
         timeout_seconds: how long a replica waits for the others before the run ends with RoundTimeout.
+        guards: how outliers are treated, and what kind of mean is taken.
     """
 
-    def __init__(self, replicas: int, *, codec: str = "float32", timeout_seconds: float = 600.0) -> None:
+    def __init__(
+        self,
+        replicas: int,
+        *,
+        codec: str = "float32",
+        timeout_seconds: float = 600.0,
+        guards: Guards | None = None,
+    ) -> None:
+        guards = guards or Guards()
         if replicas < 1:
             raise ValueError(f"replicas must be at least 1, got {replicas}")
         if not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds must be greater than 0, got {timeout_seconds}")
-        self._meeting = Meeting(tuple(range(replicas)), check_codec(codec), timeout_seconds)
+        guards.check_fleet(replicas)
+        self._meeting = Meeting(tuple(range(replicas)), check_codec(codec), timeout_seconds, guards)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -95,6 +106,7 @@ class InProcessCollective:
 
     def start(self, offered: Snapshot, *, settings: Mapping[str, Any], resumed: bool) -> Snapshot:
         meeting, me = self._meeting, self._replica
+        meeting.guards.check_settings(settings)
         with meeting.condition:
             meeting.check()
             if me in meeting.offers:
@@ -239,6 +251,8 @@ class InProcessCollective:
             members=closing.members,
             absent=closing.absent,
             others=closing.others,
+            outliers=closing.treatment.outliers,
+            drift=closing.treatment.drift,
             expected_next=closing.expected_next,
             mean_square_norm=entry.square_norm,
             mean=mean,

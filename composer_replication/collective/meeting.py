@@ -12,6 +12,7 @@ from typing import Any
 
 from composer_replication.collective.agreement import Closing, Offer, check_offers, close_round
 from composer_replication.collective.base import Report, Snapshot
+from composer_replication.collective.guards import Guards
 from composer_replication.collective.layout import Layout
 from composer_replication.collective.reduce import parameter_parts, part_sizes, reduce_chunk
 from composer_replication.errors import FleetError, RoundAborted, RoundError, RoundTimeout
@@ -41,9 +42,10 @@ class MeetingRound:
 class Meeting:
     """State shared by the collectives of one process. Everything but `reduce` is called with `condition` held."""
 
-    def __init__(self, ids: tuple[int, ...], codec: str, timeout_seconds: float) -> None:
+    def __init__(self, ids: tuple[int, ...], codec: str, timeout_seconds: float, guards: Guards) -> None:
         self.ids = ids
         self.codec = codec
+        self.guards = guards
         self.timeout_seconds = timeout_seconds
         self.condition = threading.Condition()
         self.failure: Callable[[], Exception] | None = None
@@ -99,7 +101,7 @@ class Meeting:
     def close(self, number: int, entry: MeetingRound) -> None:
         """All reports of a round are in: decide who is averaged."""
         try:
-            entry.closing = close_round(list(entry.reports.values()), entry.layouts)
+            entry.closing = close_round(list(entry.reports.values()), entry.layouts, self.guards)
         except (FleetError, RoundError) as error:
             self.fail(_again(error))
             return
@@ -123,6 +125,8 @@ class Meeting:
             part_sizes(chunk),
             (entry.waiting[report.replica] for report in closing.members),
             [report.weight for report in closing.members],
+            scales=closing.treatment.scales,
+            trim=self.guards.trim(len(closing.members)),
             parameters=parameter_parts(layout, chunk),
         )
         with self.condition:

@@ -24,10 +24,12 @@ from torch import Tensor
 from composer_replication.collective.agreement import Closing, Offer, check_offers, close_round
 from composer_replication.collective.base import Contribution, Report, RoundOutcome, Snapshot
 from composer_replication.collective.codec import check_codec, chunk_bytes, decode_chunk, encode_chunk
+from composer_replication.collective.guards import Guards
 from composer_replication.collective.layout import Chunk, Layout
 from composer_replication.collective.norms import all_finite
 from composer_replication.collective.object_store.wire import report_from_json, report_to_json
 from composer_replication.collective.reduce import (
+    factors,
     parameter_parts,
     parameter_square_norm,
     part_sizes,
@@ -63,13 +65,26 @@ class ProcessGroupCollective:
         group: an initialised group; None for the default one, which must be initialised (this class never does it).
         codec: "float32", "bfloat16" or "int8"; without `exact` only "float32".
         exact: pass encoded bytes and add them in replica order; False: all-reduce float32.
+        guards: how outliers are treated, and what kind of mean is taken; without `exact` only the plain one.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, codec: str = "float32", exact: bool = True) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        codec: str = "float32",
+        exact: bool = True,
+        guards: Guards | None = None,
+    ) -> None:
+        guards = guards or Guards()
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError("group: torch.distributed is not initialised; call init_process_group first")
         if check_codec(codec) != "float32" and not exact:
             raise ValueError(f"codec must be 'float32' when exact is False, got {codec!r}")
+        if guards.robust and not exact:
+            raise ValueError(
+                f"aggregation must be 'mean' when exact is False, got {guards.aggregation!r}: an all-reduce only adds"
+            )
         self._group = group
         self._codec = codec
         self._exact = exact
@@ -77,6 +92,8 @@ class ProcessGroupCollective:
         if self._replica < 0:
             raise ValueError("group: this process is not in it")
         self._fleet = tuple(range(dist.get_world_size(group)))
+        guards.check_fleet(len(self._fleet))
+        self._guards = guards
         # NCCL moves tensors of the GPU only; the other backends move those of the CPU.
         backend = str(dist.get_backend(group))
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
@@ -95,7 +112,8 @@ class ProcessGroupCollective:
         return False
 
     def start(self, offered: Snapshot, *, settings: Mapping[str, Any], resumed: bool) -> Snapshot:
-        own = {**settings, "collective": {"codec": self._codec, "exact": self._exact}}
+        self._guards.check_settings(settings)
+        own = {**settings, "collective": {"codec": self._codec, "exact": self._exact, **self._guards.to_json()}}
         said = self._exchange(
             {
                 "round": offered.round,
@@ -166,7 +184,8 @@ class ProcessGroupCollective:
         if not present:
             raise RoundError(f"the run is over: nobody is expected in round {number}")
         layouts = {i: Layout.from_json(entry["layout"]) for i, entry in present.items()}
-        closing = close_round([report_from_json(entry["report"]) for entry in present.values()], layouts)
+        reports = [report_from_json(entry["report"]) for entry in present.values()]
+        closing = close_round(reports, layouts, self._guards)
         averaged = any(member.replica == self._replica for member in closing.members)
         state = _Exchange(number, layouts[min(layouts)], closing, contribution if averaged else None)
         chunks = state.layout.chunks if closing.members else ()
@@ -181,6 +200,8 @@ class ProcessGroupCollective:
             members=closing.members,
             absent=closing.absent,
             others=closing.others,
+            outliers=closing.treatment.outliers,
+            drift=closing.treatment.drift,
             expected_next=closing.expected_next,
             mean_square_norm=state.square_norm,
             mean=decode,
@@ -213,6 +234,8 @@ class ProcessGroupCollective:
                 sizes,
                 (self._pass_round(member, own, size) for member in members),
                 [member.weight for member in state.closing.members],
+                scales=state.closing.treatment.scales,
+                trim=self._guards.trim(len(members)),
                 parameters=parameter_parts(state.layout, chunk),
             )
         except ObjectCorrupt as error:
@@ -243,7 +266,7 @@ class ProcessGroupCollective:
             except Exception as error:
                 total.fill_(torch.nan)  # spreads to all ranks: all raise, none waits
                 problem = error
-            parts = shares(weights)
+            parts = factors(weights, state.closing.treatment.scales)
             if parts is not None:
                 members = [member.replica for member in state.closing.members]
                 total.mul_(torch.tensor(parts[members.index(self._replica)]))
