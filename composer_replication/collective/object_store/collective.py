@@ -18,7 +18,9 @@ from torch import Tensor
 
 from composer_replication.collective.base import Contribution, RoundOutcome, Snapshot
 from composer_replication.collective.codec import check_codec
+from composer_replication.collective.guards import ROBUST_LEAST, Guards
 from composer_replication.collective.layout import Layout
+from composer_replication.collective.membership import treat
 from composer_replication.collective.object_store import checkpoints, keys
 from composer_replication.collective.object_store.checkpoints import Manifest
 from composer_replication.collective.object_store.driver import drive
@@ -93,6 +95,7 @@ class ObjectStoreCollective:
         takeover_seconds: after how long the next replica does a shard whose owner doesn't.
         tolerated_misses: under skip, rounds in a row that a replica may miss and still be waited for.
         mode: how tensors travel: "auto" (by the roster's size and the payload), "direct" or "sharded".
+        guards: how outliers are treated, and what kind of mean is taken: a robust one needs three replicas in a round.
         nonce: the run's own name, if the launcher gives one: another run under the same prefix is refused then.
         interrupted: asked while waiting; True ends the wait with Interrupted.
         clock, sleep: the local monotonic clock. The time of day is never used.
@@ -121,6 +124,7 @@ class ObjectStoreCollective:
         takeover_seconds: float | None = None,
         tolerated_misses: int = 1,
         mode: Mode = "auto",
+        guards: Guards | None = None,
         nonce: str = "",
         interrupted: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -135,6 +139,14 @@ class ObjectStoreCollective:
             raise ValueError(f"failure_policy must be 'strict' or 'skip', got {failure_policy!r}")
         if min_replicas is not None and not 1 <= min_replicas <= replicas:
             raise ValueError(f"min_replicas must be from 1 to {replicas}, got {min_replicas}")
+        guards = guards or Guards()
+        guards.check_fleet(replicas)
+        least = ROBUST_LEAST if guards.robust else 1
+        if min_replicas is not None and min_replicas < least:
+            raise ValueError(
+                f"min_replicas must be at least {least} with aggregation={guards.aggregation!r}, got {min_replicas}: "
+                "fewer replicas can't outvote a wrong one"
+            )
         if mode not in ("auto", "direct", "sharded"):
             raise ValueError(f"mode must be 'auto', 'direct' or 'sharded', got {mode!r}")
         for name, value in (
@@ -156,9 +168,10 @@ class ObjectStoreCollective:
         self._policy = Policy(
             strict=failure_policy == "strict",
             fleet=tuple(range(replicas)),
-            min_replicas=min_replicas if min_replicas is not None else replicas // 2 + 1,
+            min_replicas=min_replicas if min_replicas is not None else max(replicas // 2 + 1, least),
             tolerated_misses=tolerated_misses,
             mode=mode,
+            guards=guards,
         )
         self._timing = Timing(
             timeout_seconds=timeout_seconds,
@@ -214,6 +227,7 @@ class ObjectStoreCollective:
 
     def start(self, offered: Snapshot, *, settings: Mapping[str, Any], resumed: bool) -> Snapshot:
         assert self._plan is None, "start() is called once"
+        self._policy.guards.check_settings(settings)
         self._incarnation = claim_replica(
             self._store,
             self._replica,
@@ -236,6 +250,7 @@ class ObjectStoreCollective:
             "min_replicas": self._policy.min_replicas,
             "tolerated_misses": self._policy.tolerated_misses,
             "checkpoint_every": self._every,
+            "guards": self._policy.guards.to_json(),
             "settings": json.loads(json.dumps(dict(settings))),
         }
         heart = Heartbeat(self._raw, self._replica, self._incarnation, self._heartbeat_seconds, socket.gethostname())
@@ -322,6 +337,7 @@ class ObjectStoreCollective:
             incarnation=self._incarnation,
             contribution=contribution,
             trace=self._trace,
+            guards=self._policy.guards,
         )
         self._work = work
         timing = self._timing
@@ -407,6 +423,7 @@ class ObjectStoreCollective:
             absent |= {report.replica: "the mean is not finite" for report in members}
             others = tuple(sorted((*members, *others), key=lambda report: report.replica))
             members, square_norm = (), 0.0
+        treatment = treat(members, self._policy.guards)
 
         def mean(index: int, out: Tensor) -> None:
             if not members:
@@ -418,6 +435,8 @@ class ObjectStoreCollective:
             members=members,
             absent=dict(sorted(absent.items())),
             others=others,
+            outliers=treatment.outliers,
+            drift=treatment.drift,
             expected_next=roster.expected_next,
             mean_square_norm=square_norm,
             mean=mean,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from composer_replication.collective.base import Report
+from composer_replication.collective.guards import Guards
 from composer_replication.collective.membership import select_members
 from composer_replication.collective.object_store.pointers import Ready, Roster
 from composer_replication.collective.object_store.wire import pointer_hash
@@ -33,6 +34,7 @@ class Policy:
     min_replicas: int
     tolerated_misses: int = 1
     mode: Mode = "auto"
+    guards: Guards = field(default_factory=Guards)
 
     def needed(self, expected: Sequence[int], round: int) -> int:
         """How many must be there to close a round without the rest."""
@@ -125,7 +127,7 @@ def propose(
     if sum(1 for replica in plan.expected if replica in here) < policy.needed(plan.expected, plan.round):
         return _abort(blank, missing, {}, "too few replicas were ready in time")
 
-    selection = select_members(sound.values())
+    selection = select_members(sound.values(), guards=policy.guards)
     members = tuple(report for report in selection.members if report.weight > 0.0)
     absent = dict(selection.absent)
     absent |= {report.replica: "its weight is 0" for report in selection.members if report.weight <= 0.0}

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from composer_replication.collective.base import Contribution
 from composer_replication.collective.codec import check_chunk, content_hash, decode_chunk, encode_chunk
+from composer_replication.collective.guards import Guards
 from composer_replication.collective.layout import Layout
+from composer_replication.collective.membership import treat
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.events import (
     Fetch,
@@ -61,6 +63,7 @@ class ShardWork:
         incarnation: int,
         contribution: Contribution | None,
         trace: Trace,
+        guards: Guards | None = None,
         spool_bytes: int = SPOOL_BYTES,
     ) -> None:
         self._store = store
@@ -72,6 +75,7 @@ class ShardWork:
         self._incarnation = incarnation
         self._contribution = contribution
         self._trace = trace
+        self._guards = guards or Guards()
         self._spool: IO[bytes] = tempfile.SpooledTemporaryFile(max_size=spool_bytes)  # noqa: SIM115
         self._spooled: dict[int, tuple[int, ChunkFact]] = {}  # chunk -> where it begins, what it is
         self._reading = (replica, "")  # whose chunk is being averaged, and its key
@@ -102,6 +106,7 @@ class ShardWork:
     def reduce(self, action: Reduce) -> Reduced | Spoiled:
         roster = action.roster
         weights = [report.weight for report in roster.members]
+        scales, trim = treat(roster.members, self._guards).scales, self._guards.trim(len(weights))
         facts: list[ChunkFact] = []
         for index in shard_chunks(roster, action.shard, len(self._layout.chunks)):
             chunk = self._layout.chunks[index]
@@ -112,6 +117,8 @@ class ShardWork:
                     part_sizes(chunk),
                     self._inputs(action.readies, index),
                     weights,
+                    scales=scales,
+                    trim=trim,
                     parameters=parameter_parts(self._layout, chunk),
                     fields=self._output_fields(index),
                 )
