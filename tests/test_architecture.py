@@ -30,7 +30,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "lightning_zero_edit": ("isolate", "lightning"),
     "diloco.serverless": (
         *("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview", "recipe", "tasks", "lightning"),
-        "adapter",
+        *("composer", "adapter"),
     ),
     "cli": ("*",),
     "": ("*",),  # the package's own __init__ resolves names lazily

@@ -31,16 +31,12 @@ def check(recipe: Recipe, place: Place) -> None:
                 f"{place.of(key)} must be one of {', '.join(known)}, not {value!r}.{nearest(value, known)}"
             )
 
-    if recipe.trainer == "composer":
-        raise RecipeError(
-            f"{place.of('trainer')}: this version trains with lightning only; write 'trainer: lightning', or add our "
-            "Lightning callback to a Trainer of your own"
-        )
-    one_of("trainer", recipe.trainer, ("lightning",))
+    one_of("trainer", recipe.trainer, ("lightning", "composer"))
     one_of("executor.name", recipe.executor.name, ("local",))
     one_of("codec", recipe.codec, ("float32", "bfloat16", "int8"))
     one_of("scheduler.name", recipe.scheduler.name, ("cosine", "linear", "constant"))
     one_of("fleet.failure_policy", recipe.fleet.failure_policy, ("strict", "skip"))
+    one_of("fleet.deadline", recipe.fleet.deadline, ("adaptive", "fixed"))
     one_of("autoloco.outer_device", recipe.autoloco.outer_device, ("cpu", "model"))
     one_of("autoloco.buffers", recipe.autoloco.buffers, ("average", "local"))
     one_of("autoloco.weighting", recipe.autoloco.weighting, ("equal", "tokens"))

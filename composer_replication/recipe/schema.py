@@ -26,7 +26,7 @@ __all__ = [
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
     name: str | None = None  # a built-in model, e.g. byte_gpt
-    class_: str | None = None  # or the import path of your own LightningModule or ComposerModel: my_package.my_module.MyModel
+    class_: str | None = None  # or the import path of your own (see docs/recipes.md): my_package.my_module.MyModel
     args: dict[str, Any] = field(default_factory=dict)  # its keyword arguments
 
 
@@ -39,7 +39,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
-    """The inner optimizer. A LightningModule of your own configures its own; a ComposerModel has none and takes this."""
+    """The inner optimizer. Your own LightningModule configures its own; a ComposerModel takes this."""
 
     name: str = "adamw"
     lr: float = 3e-3

@@ -96,7 +96,7 @@ def test_interpolation_refers_to_other_keys():
         ("autoloco.outer_momentum=2", ["autoloco.outer_momentum"]),
         ("autoloco.outer_lr=0", ["autoloco.outer_lr"]),
         ("codec=int9", ["codec", "'int8'"]),
-        ("trainer=composer", ["trainer", "lightning"]),
+        ("trainer=composr", ["trainer", "lightning", "'composer'"]),
         ("executor.name=modal", ["executor.name", "local"]),
         ("fleet.min_replicas=3", ["fleet.min_replicas", "fleet.replicas (2)"]),
         ("fleet.timeout_seconds=0", ["fleet.timeout_seconds"]),
@@ -238,6 +238,12 @@ def test_shipped_recipes_are_fine(name):
     assert recipe.name == Path(name).stem
     assert recipe_from(to_yaml(recipe)) == recipe
     load_recipe(RECIPES / name, ["training.steps=120"])  # the short form of the README and of CI
+
+
+def test_the_quickstart_under_composer_is_the_same_but_for_the_trainer():
+    one, other = (load_recipe(RECIPES / f"{name}.yaml") for name in ("quickstart", "composer-quickstart"))
+    assert (one.trainer, other.trainer) == ("lightning", "composer")
+    assert dataclasses.replace(other, name=one.name, output=one.output, trainer=one.trainer) == one
 
 
 def test_the_two_quickstart_recipes_differ_in_the_policy_only():

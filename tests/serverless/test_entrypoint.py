@@ -6,7 +6,7 @@ import pytest
 
 from composer_replication import errors, isolate
 from composer_replication.diloco.serverless import LocalProcessExecutor, ReplicaSpec
-from composer_replication.diloco.serverless.executor import entrypoint_arguments
+from composer_replication.diloco.serverless.executor import entrypoint_arguments, entrypoint_command
 from composer_replication.diloco.serverless.exit_codes import Exit
 from composer_replication.diloco.serverless.replica_entrypoint import _parser, _settings, exit_code, main
 
@@ -83,8 +83,12 @@ def test_a_spec_by_hand_becomes_a_recipe_with_the_fixed_interval():
         4e-4,
         {"betas": [0.9, 0.95]},
     )
-    own = ReplicaSpec(0, 1, "file:///s", "my_package.Model")
+    own = ReplicaSpec(0, 1, "file:///s", "my_package.Model", trainer="composer")
     assert settings(*entrypoint_arguments(own))[2].model.class_ == "my_package.Model"
+    assert (recipe.trainer, settings(*entrypoint_arguments(own))[2].trainer) == ("lightning", "composer")
+    assert entrypoint_command(own, "python")[:6] == ["python", "-m", "composer.cli", "-n", "1", "-m"]
+    with pytest.raises(ValueError, match="trainer must be 'lightning' or 'composer', got 'keras'"):
+        ReplicaSpec(0, 1, "file:///s", trainer="keras")
 
 
 @pytest.mark.parametrize("optimizer", ["{", "[1]"])

@@ -260,5 +260,6 @@ def test_a_spec_has_the_documented_fields_in_the_documented_order():
 
 def test_exit_codes_in_words():
     assert killed(-9) == 9 and killed(137) == 9 and killed(1) is None and killed(255) is None
+    assert killed(256 - 9) == 9 and killed(256 - 15) == 15 and killed(128 + 64) == 64
     assert describe(-15) == "killed by signal 15" and describe(4) == "a newer process has taken its place"
     assert describe(99) == "exit code 99"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from torch import nn
@@ -111,11 +112,15 @@ def scheduler_maker(recipe: Recipe) -> Callable[[Optimizer], Any]:
 
 
 def check_components(recipe: Recipe) -> None:
-    """Raise RecipeError if model, data, optimizer or schedule can't be built from this recipe.
+    """Raise RecipeError if trainer, model, data, optimizer or schedule can't be had from this recipe.
 
     Built-in ones are built (they are small) and tried together; of the user's own, only what can be known without
     running them is looked at: that they can be imported and take these arguments.
     """
+    if find_spec(recipe.trainer) is None:
+        raise RecipeError(
+            f"trainer: {recipe.trainer} isn't installed: pip install 'composer-replication[{recipe.trainer}]'"
+        )
     if recipe.data.name is not None:
         data = build_data(recipe)
     else:

@@ -44,7 +44,8 @@ class ReplicaSpec:
 
     By hand it is the fixed interval (DiLoCo): `outer_rounds` rounds of `sync_every` inner steps. `model_id` is the
     name of a built-in model, or the import path of a LightningModule (`my_package.my_module.MyModel`) that can be
-    constructed without arguments. `inner_optimizer` is e.g. `{"name": "AdamW", "lr": 4e-4}`.
+    constructed without arguments (a ComposerModel with `trainer="composer"`). `inner_optimizer` is e.g.
+    `{"name": "AdamW", "lr": 4e-4}`.
     """
 
     replica_id: int
@@ -59,6 +60,7 @@ class ReplicaSpec:
     extra_env: dict[str, str] | None = field(default=None, repr=False)  # may hold credentials: never shown
     recipe: str | None = None  # path of a recipe file, as the replica sees it
     overrides: tuple[str, ...] = ()  # key=value, put over the recipe
+    trainer: str = "lightning"  # or composer, whose own launcher then starts the replica
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
@@ -69,6 +71,8 @@ class ReplicaSpec:
             )
         if not self.rendezvous_uri:
             raise ValueError("rendezvous_uri is empty: give the store's URI, like file:///shared/run1")
+        if self.trainer not in ("lightning", "composer"):
+            raise ValueError(f"trainer must be 'lightning' or 'composer', got {self.trainer!r}")
         for name in ("sync_every", "outer_rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -230,6 +234,7 @@ def entrypoint_arguments(spec: ReplicaSpec) -> list[str]:
         arguments.append(f"--recipe={spec.recipe}")
     else:
         arguments += [
+            f"--trainer={spec.trainer}",
             f"--model-id={spec.model_id}",
             f"--inner-optimizer={json.dumps(spec.inner_optimizer)}",
             f"--sync-every={spec.sync_every}",
@@ -241,9 +246,13 @@ def entrypoint_arguments(spec: ReplicaSpec) -> list[str]:
 
 
 def entrypoint_command(spec: ReplicaSpec, python: str | None = None) -> list[str]:
-    """The command that runs one replica on a machine where this package is installed."""
+    """The command that runs one replica on a machine where this package is installed.
+
+    Under Composer each replica has a launcher of its own: that of several processes ends them all when one fails.
+    """
     module = "composer_replication.diloco.serverless.replica_entrypoint"
-    return [python or sys.executable, "-m", module, *entrypoint_arguments(spec)]
+    launcher = ["composer.cli", "-n", "1", "-m"] if spec.trainer == "composer" else []
+    return [python or sys.executable, "-m", *launcher, module, *entrypoint_arguments(spec)]
 
 
 def merged_environment(spec: ReplicaSpec, base: dict[str, str] | None = None) -> dict[str, str]:

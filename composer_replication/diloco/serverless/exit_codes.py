@@ -1,7 +1,8 @@
 """How a replica's process ends, so that whoever started it knows whether to start it again.
 
 Invariant: a number means one thing for every launcher. A process killed by a signal has the signal's negative number
-(as `subprocess` says it) or 128 plus it (as shells and containers do).
+(as `subprocess` says it), 128 plus it (as shells and containers do) or 256 minus it (as a launcher in Python does that
+passes the first on).
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def killed(code: int) -> int | None:
     """The signal's number if a signal ended the process, else None."""
     if code < 0:
         return -code
-    return code - 128 if 128 < code < 128 + 65 else None
+    if 128 < code < 128 + 65:
+        return code - 128
+    # Not 255: too many programs end with -1 for reasons of their own.
+    return 256 - code if 192 < code < 255 else None
 
 
 def describe(code: int) -> str:

@@ -7,10 +7,7 @@ finds its own newest checkpoint and goes on from there.
 from __future__ import annotations
 
 import inspect
-import json
 import logging
-import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,15 +21,15 @@ from composer_replication.diloco.serverless.components import (
     optimizer_maker,
     scheduler_maker,
 )
+from composer_replication.diloco.serverless.replica import CHECKPOINTS, FINAL, Journal, adapter_options, announce
 from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
 from composer_replication.lightning import AutoLoCoCallback, latest_checkpoint
-from composer_replication.recipe import Recipe, outer_config, policy_of
+from composer_replication.recipe import Recipe
 from composer_replication.tasks.language_module import LanguageModule
 
-__all__ = ["train"]
+__all__ = ["train", "versions"]
 
-RESULT_FILE = "result.json"
 _OURS = {
     "strategy",
     "callbacks",
@@ -55,14 +52,14 @@ def train(recipe: Recipe, identity: Identity, uri: str, folder: Path) -> dict[st
     seed_everything(settings.seed, workers=True, verbose=False)
     module, loaders, validation = _module(recipe), *_loaders(build_data(recipe))
     rounds = _callback(recipe, identity, uri, folder)
-    journal = _Journal(rounds, identity, folder, settings.log_every)
-    trainer = _trainer(recipe, folder, [rounds, journal])
-    checkpoint = latest_checkpoint(folder / "checkpoints", identity.replica)
-    print(f"goes on from {checkpoint}" if checkpoint else "starts from the beginning", flush=True)
+    journal = Journal(rounds, identity, folder, settings.log_every)
+    trainer = _trainer(recipe, folder, [rounds, _Logged(journal)])
+    checkpoint = latest_checkpoint(folder / CHECKPOINTS, identity.replica)
+    announce(checkpoint)
     # Our checkpoints hold tensors and plain values only; where Lightning lets us say so, nothing else is loaded.
     safe: dict[str, Any] = {"weights_only": True} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
     trainer.fit(module, **loaders, **(validation or {}), ckpt_path=checkpoint, **safe)
-    final = folder / "final.ckpt"
+    final = folder / FINAL
     trainer.save_checkpoint(final, weights_only=True)
     values: dict[str, Any] = {"final_checkpoint_uri": final.absolute().as_uri()}
     if rounds.final is not None:
@@ -94,35 +91,8 @@ def _loaders(data: Any) -> tuple[dict[str, Any], Any]:
 
 
 def _callback(recipe: Recipe, identity: Identity, uri: str, folder: Path) -> AutoLoCoCallback:
-    outer, section, fleet = outer_config(recipe), recipe.autoloco, recipe.fleet
     try:
-        return AutoLoCoCallback(
-            uri,
-            replica=identity.replica,
-            replicas=identity.replicas,
-            policy=policy_of(recipe),
-            outer_lr=outer.lr,
-            outer_momentum=outer.momentum if outer.kind == "nesterov" else None,
-            outer_kind=outer.kind,
-            momentum_min=outer.momentum_min,
-            momentum_max=outer.momentum_max,
-            max_scale=outer.max_scale,
-            normalize=outer.normalize,
-            adapt_momentum=outer.adapt_momentum,
-            adapt_lr=outer.adapt_lr,
-            codec=recipe.codec,
-            replica_failure_policy="skip" if fleet.failure_policy == "skip" else "strict",
-            min_replicas=fleet.min_replicas,
-            timeout=fleet.timeout_seconds,
-            start_timeout=fleet.start_timeout_seconds,
-            outer_device=section.outer_device,
-            weighting="tokens" if section.weighting == "tokens" else "equal",
-            buffers="local" if section.buffers == "local" else "average",
-            validate_with="shared" if section.validate_with == "shared" else "local",
-            checkpoint_dir=folder / "checkpoints",
-            checkpoint_every_rounds=fleet.checkpoint_every_rounds,
-            checkpoint_every=fleet.shared_checkpoint_every_rounds,
-        )
+        return AutoLoCoCallback(uri, **adapter_options(recipe, identity, folder))
     except ValueError as error:
         raise RecipeError(f"the recipe's settings: {error}") from error
 
@@ -191,74 +161,21 @@ def _validate(
     return {name: float(value) for metrics in found for name, value in metrics.items()}
 
 
-class _Journal(Callback):
-    """Lines for the log, and running totals that outlive a restart. Listed after the AutoLoCoCallback."""
+class _Logged(Callback):
+    """Feeds the journal. Listed after the AutoLoCoCallback."""
 
-    def __init__(self, rounds: AutoLoCoCallback, identity: Identity, folder: Path, log_every: int) -> None:
-        self.rounds = rounds
-        self.identity = identity
-        self.path = folder / RESULT_FILE
-        self.log_every = log_every
-        self.values: dict[str, Any] = {"status": "running"}
-        self._before = _read(self.path)  # of the processes before this one
-        self._seen = 0
-        self._began = time.monotonic()
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step = trainer.global_step
-        if step % self.log_every == 0 and not trainer.fit_loop._should_accumulate():
+        if self.journal.due(step) and not trainer.fit_loop._should_accumulate():
             loss = trainer.callback_metrics.get("loss")
-            print(f"step {step}" + (f"  loss {float(loss):.4f}" if loss is not None else ""), flush=True)
-        self._tell()
+            self.journal.step(step, float(loss) if loss is not None else None)
+        self.journal.tell()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._tell()
-
-    def _tell(self) -> None:
-        for closed in self.rounds.rounds[self._seen :]:
-            loss = closed.member_metrics.get(self.identity.replica, {}).get("loss")
-            print(
-                f"round {closed.round}: {closed.steps} steps, fleet at {closed.position}"
-                + (f", loss {loss:.4f}" if loss is not None else "")
-                + f", replicas {list(closed.members)}, waited {closed.wait_seconds:.2f} s"
-                + f", next {closed.next_plan.steps} steps"
-                + (f" ({closed.assessment}: {closed.action})" if closed.assessment else "")
-                + "".join(f"; without replica {r}: {why}" for r, why in closed.absent.items()),
-                flush=True,
-            )
-        if len(self.rounds.rounds) > self._seen:
-            self._seen = len(self.rounds.rounds)
-            self.write()
-
-    def write(self, **values: Any) -> dict[str, Any]:
-        """Put the totals, and these values, on the disk."""
-        closed = self.rounds.rounds
-        sums = {
-            "wait_seconds": sum(r.wait_seconds for r in closed),
-            "exchange_seconds": sum(r.exchange_seconds for r in closed),
-            "bytes_sent": sum(r.bytes_sent for r in closed),
-            "bytes_received": sum(r.bytes_received for r in closed),
-            "seconds": time.monotonic() - self._began,
-        }
-        self.values |= {name: value + self._before.get(name, 0) for name, value in sums.items()}
-        if closed:
-            self.values |= {"rounds": closed[-1].round + 1, "steps": closed[-1].position}
-            loss = closed[-1].member_metrics.get(self.identity.replica, {}).get("loss")
-            if loss is not None:
-                self.values["loss"] = loss
-        self.values |= {"replica": self.identity.replica, **values}
-        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(self.values, indent=1), encoding="utf-8")
-        os.replace(draft, self.path)
-        return dict(self.values)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+        self.journal.tell()
 
 
 def versions() -> str:

@@ -19,6 +19,7 @@ import threading
 import traceback
 import uuid
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--stop-with-launcher", action="store_true", help="stop when standard input ends")
     by_hand = parser.add_argument_group("without a recipe")
     add = by_hand.add_argument
+    add("--trainer", default="lightning", choices=["lightning", "composer"], help="default lightning")
     add("--model-id", default="byte_gpt", help="a built-in model or an import path (default byte_gpt)")
     add("--inner-optimizer", default="{}", help='JSON, e.g. \'{"name": "AdamW", "lr": 0.0004}\'')
     add("--sync-every", type=int, default=500, help="inner steps in a round (default 500)")
@@ -93,22 +95,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(recipe: Any, identity: Identity, uri: str, folder: Path) -> int:
     """Train a checked recipe's replica in this process; returns the exit code."""
     who = f"replica {identity.replica}"
+    # For the recipe's own classes: `shard_iterable(dataset)` and the like read it there.
+    os.environ[REPLICA], os.environ[REPLICAS] = str(identity.replica), str(identity.replicas)
     try:
         if recipe.training.threads is not None:
             import torch
 
             torch.set_num_threads(recipe.training.threads)
-        from composer_replication.diloco.serverless import lightning_replica
-
+        # Here, not above: importing a trainer takes seconds, and only one of them need be installed.
+        trainer = import_module(f"composer_replication.diloco.serverless.{recipe.trainer}_replica")
         print(
             f"{who} of {identity.replicas} on {platform.node()}, process {os.getpid()}: "
-            f"composer-replication {__version__}, Python {platform.python_version()}, {lightning_replica.versions()}",
+            f"composer-replication {__version__}, Python {platform.python_version()}, {trainer.versions()}",
             flush=True,
         )
         _check_store(uri)
         print(f"store {uri}: ok", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
-        result = lightning_replica.train(recipe, identity, uri, folder)
+        result = trainer.train(recipe, identity, uri, folder)
     except (ReplicationError, ImportError) as error:
         return _fail(who, exit_code(error), error)
     except SystemExit as ended:
@@ -180,6 +184,7 @@ def _by_hand(args: argparse.Namespace) -> Any:
     built_in = "." not in args.model_id and ":" not in args.model_id
     values = {
         "name": "by-hand",
+        "trainer": args.trainer,
         "model": {"name" if built_in else "class": args.model_id},
         "data": {"name": "text_bytes"},
         "optimizer": {**own, "args": optimizer},

@@ -1,0 +1,136 @@
+"""What a replica of a recipe does alike, whichever trainer the recipe names: the adapter's arguments, log and result.
+
+Invariant: one recipe gives both trainers' adapters the same settings, and both trainers' replicas the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from composer_replication.diloco.summary import RoundSummary
+from composer_replication.isolate import Identity
+from composer_replication.recipe import Recipe, outer_config, policy_of
+
+__all__ = ["CHECKPOINTS", "FINAL", "Journal", "adapter_options", "announce"]
+
+RESULT_FILE = "result.json"
+CHECKPOINTS = "checkpoints"  # folder of the adapter's own durable checkpoints
+FINAL = "final.ckpt"  # the fleet's last weights
+
+
+def adapter_options(recipe: Recipe, identity: Identity, folder: Path) -> dict[str, Any]:
+    """The keyword arguments of `AutoLoCoCallback`, and of Composer's `AutoLoCo`, that the recipe amounts to."""
+    outer, section, fleet = outer_config(recipe), recipe.autoloco, recipe.fleet
+    return {
+        "replica": identity.replica,
+        "replicas": identity.replicas,
+        "control": recipe.store.control,
+        "policy": policy_of(recipe),
+        "outer_lr": outer.lr,
+        "outer_momentum": outer.momentum if outer.kind == "nesterov" else None,
+        "outer_kind": outer.kind,
+        "momentum_min": outer.momentum_min,
+        "momentum_max": outer.momentum_max,
+        "max_scale": outer.max_scale,
+        "normalize": outer.normalize,
+        "adapt_momentum": outer.adapt_momentum,
+        "adapt_lr": outer.adapt_lr,
+        "codec": recipe.codec,
+        "replica_failure_policy": fleet.failure_policy,
+        "min_replicas": fleet.min_replicas,
+        "timeout": fleet.timeout_seconds,
+        "start_timeout": fleet.start_timeout_seconds,
+        "deadline": fleet.deadline,
+        "outer_device": section.outer_device,
+        "weighting": section.weighting,
+        "buffers": section.buffers,
+        "validate_with": section.validate_with,
+        "checkpoint_dir": folder / CHECKPOINTS,
+        "checkpoint_every_rounds": fleet.checkpoint_every_rounds,
+        "checkpoint_every": fleet.shared_checkpoint_every_rounds,
+    }
+
+
+def announce(checkpoint: str | None) -> None:
+    """The log's line on where this replica begins."""
+    print(f"goes on from {checkpoint}" if checkpoint else "starts from the beginning", flush=True)
+
+
+class _HasRounds(Protocol):
+    @property
+    def rounds(self) -> Sequence[RoundSummary]: ...
+
+
+class Journal:
+    """Lines for the log, and running totals that outlive a restart."""
+
+    def __init__(self, adapter: _HasRounds, identity: Identity, folder: Path, log_every: int) -> None:
+        self.adapter = adapter
+        self.identity = identity
+        self.path = folder / RESULT_FILE
+        self.log_every = log_every
+        self.values: dict[str, Any] = {"status": "running"}
+        self._before = _read(self.path)  # of the processes before this one
+        self._seen = 0
+        self._began = time.monotonic()
+
+    def due(self, step: int) -> bool:
+        """After this many steps a line is due."""
+        return step % self.log_every == 0
+
+    def step(self, step: int, loss: float | None) -> None:
+        print(f"step {step}" + (f"  loss {loss:.4f}" if loss is not None else ""), flush=True)
+
+    def tell(self) -> None:
+        """A line for each round closed since the last time, and the totals on the disk."""
+        rounds = self.adapter.rounds
+        for closed in rounds[self._seen :]:
+            loss = closed.member_metrics.get(self.identity.replica, {}).get("loss")
+            print(
+                f"round {closed.round}: {closed.steps} steps, fleet at {closed.position}"
+                + (f", loss {loss:.4f}" if loss is not None else "")
+                + f", replicas {list(closed.members)}, waited {closed.wait_seconds:.2f} s"
+                + (f" (for replica {late[0]}: {late[1]:.1f} s)" if (late := closed.straggler) and late[1] >= 1 else "")
+                + f", next {closed.next_plan.steps} steps"
+                + (f" ({closed.assessment}: {closed.action})" if closed.assessment else "")
+                + "".join(f"; without replica {r}: {why}" for r, why in closed.absent.items()),
+                flush=True,
+            )
+        if len(rounds) > self._seen:
+            self._seen = len(rounds)
+            self.write()
+
+    def write(self, **values: Any) -> dict[str, Any]:
+        """Put the totals, and these values, on the disk."""
+        closed = self.adapter.rounds
+        sums = {
+            "wait_seconds": sum(r.wait_seconds for r in closed),
+            "exchange_seconds": sum(r.exchange_seconds for r in closed),
+            "bytes_sent": sum(r.bytes_sent for r in closed),
+            "bytes_received": sum(r.bytes_received for r in closed),
+            "seconds": time.monotonic() - self._began,
+        }
+        self.values |= {name: value + self._before.get(name, 0) for name, value in sums.items()}
+        if closed:
+            self.values |= {"rounds": closed[-1].round + 1, "steps": closed[-1].position}
+            loss = closed[-1].member_metrics.get(self.identity.replica, {}).get("loss")
+            if loss is not None:
+                self.values["loss"] = loss
+        self.values |= {"replica": self.identity.replica, **values}
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(self.values, indent=1), encoding="utf-8")
+        os.replace(draft, self.path)
+        return dict(self.values)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,39 @@
+"""A language model as a ComposerModel: next-byte loss, and the same for validation. Needs `composer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from composer.models import ComposerModel
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
+
+__all__ = ["LanguageModel"]
+
+
+class LanguageModel(ComposerModel):
+    """Wraps a module that maps ids (batch, time) to logits (batch, time, classes).
+
+    Batches are `{"input_ids", "labels"}`, labels already shifted by one. The loss and the metric
+    `validation_loss` are in nats per byte.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(batch["input_ids"])
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1).float(), batch["labels"].flatten())
+
+    def eval_forward(self, batch: dict[str, Tensor], outputs: Tensor | None = None) -> Tensor:
+        return self.forward(batch) if outputs is None else outputs
+
+    def get_metrics(self, is_train: bool) -> dict[str, Metric]:
+        return {} if is_train else {"validation_loss": MeanMetric()}
+
+    def update_metric(self, batch: dict[str, Tensor], outputs: Tensor, metric: Metric) -> None:
+        metric.update(self.loss(outputs, batch), weight=batch["input_ids"].shape[0])
