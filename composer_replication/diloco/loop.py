@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ __all__ = ["OuterLoop"]
 _STATE_VERSION = 1
 _MOST_EMPTY_ROUNDS = 3  # in a row, before the run is given up
 _DEFAULT_OUTER = OuterConfig()
+_log = logging.getLogger("composer_replication")
 
 
 class OuterLoop:
@@ -470,6 +472,7 @@ class OuterLoop:
             included=included,
             members=tuple(r.replica for r in outcome.members),
             absent=outcome.absent,
+            outliers=self._outliers(outcome),
             steps=plan.steps,
             horizon=plan.horizon,
             tokens=None if any(t is None for t in tokens) else sum(t for t in tokens if t is not None),
@@ -495,6 +498,15 @@ class OuterLoop:
             member_metrics={r.replica: r.metrics for r in reports},
         )
 
+    def _outliers(self, outcome: RoundOutcome) -> dict[int, str]:
+        """Whose norms stuck out, averaged or not; each is logged."""
+        left_out = {replica: why for replica, why in outcome.absent.items() if why.startswith("outlier")}
+        found = dict(sorted({**outcome.outliers, **left_out}.items()))
+        for replica, what in found.items():
+            done = "not averaged" if replica in left_out else "averaged"
+            _log.warning("round %d: the pseudo-gradient of replica %d is %s; %s", outcome.round, replica, done, what)
+        return found
+
     def _observe(self, outcome: RoundOutcome, plan: Plan, fleet_steps: int) -> Observation | None:
         """What the policy may see of a round; None when no replica goes on, so that there is nothing to plan."""
         reports = sorted((*outcome.members, *outcome.others), key=lambda r: r.replica)
@@ -504,8 +516,9 @@ class OuterLoop:
         first, members = going_on[0], outcome.members
         tokens = [r.tokens for r in members]
         count = len(members)
+        drift = sum(r.square_norm for r in members) / count if count else math.nan
         return Observation(
-            drift=sum(r.square_norm for r in members) / count if count else math.nan,
+            drift=drift if outcome.drift is None else outcome.drift,
             mean_square_norm=outcome.mean_square_norm if count else math.nan,
             roster=count,
             fleet=len(self.fleet),

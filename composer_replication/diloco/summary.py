@@ -29,6 +29,7 @@ class RoundSummary:
     included: bool  # this replica's pseudo-gradient is in the mean
     members: tuple[int, ...]
     absent: Mapping[int, str]
+    outliers: Mapping[int, str]  # replicas whose norms stuck out in this round, and what was done
     steps: int  # inner steps of the interval, by plan
     horizon: int
     tokens: int | None  # of the whole roster
@@ -68,6 +69,7 @@ class RoundSummary:
             "position": self.position,
             "replicas": len(self.members),
             "included": float(self.included),
+            "outliers": len(self.outliers),
             "rho": self.rho,
             "outer_momentum": self.momentum,
             "outer_lr": self.outer_lr,
