@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ import pytest
 pytest.importorskip("composer")
 
 import torch
-import yaml
-from composer.core import Algorithm, DataSpec
+from composer.core import DataSpec
 from torch.utils.data import DataLoader
 
 from composer_replication.adapter.options import Options
@@ -26,7 +23,6 @@ from composer_replication.isolate import Identity
 from tests.composer.helpers import Regression, algorithm, assert_same_bits, data, train, trainer, weights
 from tests.lightning.helpers import Numbered
 
-PROJECT = Path(__file__).parent.parent.parent / "pyproject.toml"
 WHO: dict[str, Any] = {"replica": 0, "replicas": 2}
 
 
@@ -133,30 +129,6 @@ def test_loaders_that_forget_the_fleet() -> None:
     assert unsharded_reason(data(8), Identity(replica=0, replicas=1)) is None
     assert list(replica_sampler(Numbered(8), **WHO)) == [0, 2, 4, 6]
     assert list(both.sampler) == [1, 3, 5, 7]
-
-
-def test_llm_foundry_s_entry_point_builds_it_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its registry does: the group's entry of that name, called with the mapping under `algorithms: autoloco:`."""
-    declared = re.search(
-        r"(?ms)^\[project\.entry-points\.llmfoundry_algorithms\]\n(.*?)(?=^\[|\Z)", PROJECT.read_text()
-    )
-    assert declared is not None
-    # Where the package is only importable, not installed, this is what an installation would add.
-    info = tmp_path / "composer_replication_here-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: composer-replication-here\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[llmfoundry_algorithms]\n" + declared[1].replace('"', ""))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = next(one for one in entry_points(group="llmfoundry_algorithms") if one.name == "autoloco").load()
-    assert issubclass(found, Algorithm)
-    monkeypatch.setenv("COMPOSER_REPLICATION_REPLICA", "1")
-    monkeypatch.setenv("COMPOSER_REPLICATION_REPLICAS", "4")
-    text = (
-        f"store: {tmp_path.as_uri()}/run1\npolicy: autoloco\nbase_horizon: 500\nouter_lr: 0.7\n"
-        "codec: bfloat16\ntimeout: 900\nmin_replicas: null\ngrowth_cap: 1.3\n"
-    )
-    made = found(**yaml.safe_load(text))
-    assert made.identity == Identity(replica=1, replicas=4) and made.policy.settings()["growth_cap"] == 1.3
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------
