@@ -69,6 +69,7 @@ def read_options(
     min_replicas: int | None = None,
     timeout: float = 600.0,
     start_timeout: float = 900.0,
+    deadline: Literal["adaptive", "fixed"] = "adaptive",
     outer_device: str | torch.device = "cpu",
     weighting: Literal["equal", "tokens"] = "equal",
     buffers: Literal["average", "local"] = "average",
@@ -90,6 +91,7 @@ def read_options(
     outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "normalize": normalize}
     made, outer_config = make_settings(policy, {**{k: v for k, v in named.items() if v is not None}, **outer, **more})
     check_choice("replica_failure_policy", replica_failure_policy, ("strict", "skip"))
+    check_choice("deadline", deadline, ("adaptive", "fixed"))
     check_choice("weighting", weighting, ("equal", "tokens"))
     check_choice("buffers", buffers, ("average", "local"))
     check_choice("validate_with", validate_with, ("local", "shared"))
@@ -129,6 +131,7 @@ def read_options(
             min_replicas=min_replicas,
             timeout_seconds=timeout,
             start_timeout_seconds=start_timeout,
+            deadline=deadline,
             checkpoint_every=checkpoint_every,
         )
     return Options(

@@ -15,6 +15,10 @@ from composer_replication.errors import StoreError
 __all__ = ["place_of", "status"]
 
 
+_LATELY = 20  # rounds
+_LATE_SECONDS = 1.0  # less is nothing to tell
+
+
 def status(uri: str, *, control: str | None = None, watch: bool, as_json: bool, every_seconds: float) -> int:
     if not every_seconds > 0:
         raise ValueError(f"--every must be more than 0, not {every_seconds:g}")
@@ -30,7 +34,7 @@ def status(uri: str, *, control: str | None = None, watch: bool, as_json: bool, 
             elif watch:
                 screen.show(view)
             else:
-                print("\n".join(lines(view)))
+                print("\n".join([*lines(view), *_came_last(reader)]))
             if not watch or reader.ended:
                 return 0
             time.sleep(every_seconds)
@@ -42,6 +46,16 @@ def place_of(uri: str) -> str:
     if "://" not in uri and (Path(uri) / "store" / "fleet.json").is_file():
         return str(Path(uri) / "store")
     return uri
+
+
+def _came_last(reader: RunReader) -> list[str]:
+    """One line on who has kept the others waiting lately."""
+    latest = [one for one in reader.stragglers[-_LATELY:] if one.seconds >= _LATE_SECONDS]
+    parts: list[str] = []
+    for replica in sorted({one.replica for one in latest}):
+        seconds = [one.seconds for one in latest if one.replica == replica]
+        parts.append(f"replica {replica} in {len(seconds)} (up to {max(seconds):.1f} s)")
+    return [f"kept the others waiting in the last {_LATELY} rounds: {', '.join(parts)}"] if parts else []
 
 
 def _title(reader: RunReader) -> str:
@@ -60,5 +74,6 @@ def _plain(reader: RunReader) -> dict[str, object]:
         "step": last.position if last is not None else 0,
         "ended": reader.ended,
         "trouble": reader.trouble,
+        "stragglers": [asdict(one) for one in reader.stragglers],
         "replicas": [asdict(row) for row in view.rows],
     }

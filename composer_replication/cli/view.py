@@ -19,7 +19,7 @@ from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.errors import ObjectMissing, StoreError
 from composer_replication.store import ObjectStore
 
-__all__ = ["ClosedRound", "RunReader"]
+__all__ = ["ClosedRound", "RunReader", "Straggler"]
 
 _MAX_BYTES = 64 * 1024 * 1024  # fleet.json names every tensor of the model
 
@@ -55,6 +55,15 @@ def _closed_round(roster: Roster, before: int) -> ClosedRound:
         absent=dict(roster.absent),
         metrics={report.replica: dict(report.metrics) for report in roster.members},
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """Who came last in a round, and how long after the one that waited longest for it."""
+
+    round: int
+    replica: int
+    seconds: float
 
 
 class RunReader:
@@ -94,6 +103,21 @@ class RunReader:
             self.rounds[round:] = [_closed_round(held, before)]
             self._held = held.attempt
         return held is not None
+
+    @property
+    def stragglers(self) -> list[Straggler]:
+        """Of each closed round; the members of the next one tell (the last one's isn't known yet)."""
+        found: list[Straggler] = []
+        for closed, after in zip(self.rounds, self.rounds[1:], strict=False):
+            told = [m for m in after.metrics.values() if "straggler" in m and "straggler_seconds" in m]
+            if told:
+                most = max(told, key=lambda m: m["straggler_seconds"])
+                found.append(
+                    Straggler(
+                        round=closed.round, replica=int(most["straggler"]), seconds=float(most["straggler_seconds"])
+                    )
+                )
+        return found
 
     @property
     def run(self) -> str:

@@ -102,6 +102,7 @@ class OuterLoop:
         self._waited = 0.0
         self._sent = 0
         self._received = 0
+        self._straggler: tuple[int, float] | None = None  # of the last round, as seen here
 
     # -- where we are --------------------------------------------------------------------------------------------
 
@@ -164,6 +165,8 @@ class OuterLoop:
             self._digest = self._tensors.digest(self._state_text())
         offered = self._snapshot()
         settings = {**self._settings, "frozen": self._tensors.frozen_hashes()}
+        if tied := self._tensors.tied():
+            settings["tied"] = tied
         got = self._collective.start(offered, settings=settings, resumed=resumed)
         position = self.position
         if not resumed:
@@ -403,8 +406,14 @@ class OuterLoop:
             base=self._digest,
             layout=layout.fingerprint,
             weight=weight,
-            metrics={str(name)[:100]: float(value) for name, value in metrics.items()},
+            metrics={str(name)[:100]: float(value) for name, value in (*self._told().items(), *metrics.items())},
         )
+
+    def _told(self) -> dict[str, float]:
+        """Of the round before, for people: who came last here. The fleet's records keep it with this round's report."""
+        if self._straggler is None:
+            return {}
+        return {"straggler": float(self._straggler[0]), "straggler_seconds": self._straggler[1]}
 
     def _apply(
         self, outcome: RoundOutcome, layout: Layout, own: Report | None, *, own_steps: int, began: float
@@ -466,6 +475,7 @@ class OuterLoop:
             )
         phases["checkpoint"] = self._clock() - saving
         reports = (*outcome.members, *outcome.others)
+        self._straggler = max(outcome.lateness.items(), key=lambda item: (item[1], -item[0]), default=None)
         tokens = [r.tokens for r in outcome.members]
         return RoundSummary(
             round=outcome.round,
@@ -495,6 +505,7 @@ class OuterLoop:
             bytes_sent=outcome.bytes_sent,
             bytes_received=outcome.bytes_received,
             ended=self.ended,
+            lateness=outcome.lateness,
             member_metrics={r.replica: r.metrics for r in reports},
         )
 

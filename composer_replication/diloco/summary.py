@@ -52,12 +52,19 @@ class RoundSummary:
     bytes_sent: int
     bytes_received: int
     ended: bool
+    lateness: Mapping[int, float] = field(default_factory=dict[int, float])
+    # ^ seconds after this replica's own contribution at which each other one's was there, of those that took part
     member_metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
 
     @property
     def coherence(self) -> float:
         """C = N |mean|² / D, between 0 and N (paper, appendix C.1)."""
         return len(self.members) * self.mean_square_norm / self.drift if self.drift > 0 else math.nan
+
+    @property
+    def straggler(self) -> tuple[int, float] | None:
+        """Who came last, and how many seconds after this replica's own contribution; None if nobody came after it."""
+        return max(self.lateness.items(), key=lambda item: (item[1], -item[0]), default=None)
 
     def metrics(self) -> dict[str, float]:
         """For loggers; values that don't exist in this round are left out."""
@@ -76,6 +83,8 @@ class RoundSummary:
             "drift": self.drift,
             "coherence": self.coherence,
             "pseudo_gradient_norm": self.pseudo_gradient_norm,
+            "straggler": None if self.straggler is None else self.straggler[0],
+            "straggler_seconds": None if self.straggler is None else self.straggler[1],
             "wait_seconds": self.wait_seconds,
             "exchange_seconds": self.exchange_seconds,
             "bytes_sent": self.bytes_sent,

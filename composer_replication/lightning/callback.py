@@ -59,6 +59,8 @@ class AutoLoCoCallback(pl.Callback):
         min_replicas: fewest replicas that may close a round under "skip"; None: more than half.
         timeout: seconds that a round waits for a missing replica.
         start_timeout: the same for the start, which ends with round 0.
+        deadline: under "skip", "adaptive" gives a missing replica up sooner than after `timeout`, when the others have
+            not kept one waiting for long in the last rounds; "fixed" never does.
         outer_device: where anchor and momentum live: "cpu", "model" or a device.
         weighting: "equal", or "tokens": by the tokens each replica saw.
         buffers: "average" or "local": what happens to floating-point buffers, such as BatchNorm's statistics.
@@ -99,6 +101,7 @@ class AutoLoCoCallback(pl.Callback):
         min_replicas: int | None = None,
         timeout: float = 600.0,
         start_timeout: float = 900.0,
+        deadline: Literal["adaptive", "fixed"] = "adaptive",
         outer_device: str | torch.device = "cpu",
         weighting: Literal["equal", "tokens"] = "equal",
         buffers: Literal["average", "local"] = "average",
@@ -134,6 +137,7 @@ class AutoLoCoCallback(pl.Callback):
             min_replicas=min_replicas,
             timeout=timeout,
             start_timeout=start_timeout,
+            deadline=deadline,
             outer_device=outer_device,
             weighting=weighting,
             buffers=buffers,

@@ -121,6 +121,9 @@ class FleetSection:
     min_replicas: int | None = None  # skip only; null: more than half
     timeout_seconds: float = 600.0  # how long a round waits for a missing replica
     start_timeout_seconds: float = 900.0  # the same for the start, which ends with round 0
+    deadline: str = (
+        "adaptive"  # skip only: wait for the late as long as past rounds have taught; or fixed: timeout_seconds
+    )
     checkpoint_every_rounds: int = 1  # each replica's own checkpoints, in its folder
     shared_checkpoint_every_rounds: int = 10  # the fleet's state in the store, for replicas that come in later
 
