@@ -5,7 +5,7 @@ Invariant: `anchor` is the state the fleet agreed on last, in float32; nothing b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from composer_replication.collective.codec import content_hash
 from composer_replication.collective.layout import DEFAULT_CHUNK_ELEMENTS, Layout, Part, Slot
 from composer_replication.collective.norms import difference_square_norm
+from composer_replication.diloco.held import Held, named_tensors
 from composer_replication.diloco.outer_step import average_step_, digest, nesterov_step_, pseudo_gradient
+from composer_replication.diloco.tied import tied_names
 from composer_replication.errors import FleetMismatch
 
 __all__ = ["SharedTensors"]
@@ -24,34 +26,10 @@ __all__ = ["SharedTensors"]
 @dataclass(slots=True)
 class _Entry:
     slot: Slot
-    local: Tensor  # the model's tensor
+    held: Held  # the model's tensor
     anchor: Tensor  # 1-D float32 on the outer device
     momentum: Tensor  # 1-D float32 on the outer device
     trained: bool  # at some time in the present interval
-
-
-def _canonical(name: str) -> str:
-    """The name that a tensor has in the plain model, whether or not torch.compile has wrapped it."""
-    return name.replace("_orig_mod.", "")
-
-
-def _named_tensors(model: nn.Module | Mapping[str, Tensor], buffers: bool) -> Iterator[tuple[str, Tensor, str]]:
-    """Parameters, and persistent floating-point buffers if wanted, by canonical name; tied tensors once."""
-    if not isinstance(model, nn.Module):
-        for name, tensor in model.items():
-            yield name, tensor, "parameter"
-        return
-    for name, parameter in model.named_parameters():
-        yield _canonical(name), parameter, "parameter"
-    if not buffers:
-        return
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            persistent = name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-            if persistent and buffer.is_floating_point() and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield _canonical(f"{prefix}.{name}" if prefix else name), buffer, "buffer"
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -61,6 +39,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 class SharedTensors:
     """Holds anchor and momentum for the tensors of `model` that are trained, and moves values between them.
+
+    `hold` says how each of them is held: whole in this process, unless it is spread over several.
 
     Frozen tensors have neither: they are not sent, not changed, and join with zero momentum when they are
     unfrozen (`notice_trainable`). Integer tensors and non-persistent buffers are never touched.
@@ -73,18 +53,18 @@ class SharedTensors:
         device: str | torch.device = "cpu",
         average_buffers: bool = True,
         chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+        hold: Callable[[str, Tensor], Held] = Held,
     ) -> None:
         self._device = device
         self._chunk_elements = chunk_elements
-        self._named: dict[str, tuple[Tensor, str]] = {}
-        for name, tensor, kind in _named_tensors(model, average_buffers):
+        self._named: dict[str, tuple[Held, str]] = {}
+        for name, tensor, kind in named_tensors(model, average_buffers):
             if tensor.is_meta:
                 raise ValueError(f"{name} is on the meta device: give it values before the fleet starts")
-            if type(tensor).__name__ == "DTensor":
-                raise ValueError(f"{name} is sharded (DTensor): a replica must hold its whole model in one process")
             if kind == "parameter" and tensor.requires_grad and not tensor.is_floating_point():
                 raise ValueError(f"{name} is {tensor.dtype}: only real floating-point tensors can be averaged")
-            self._named[name] = (tensor, kind)
+            self._named[name] = (hold(name, tensor), kind)
+        self._tied = tied_names(model) if isinstance(model, nn.Module) else {}
         self._entries: dict[str, _Entry] = {}
         self._watched: list[bool] = []
         self.notice_trainable()
@@ -93,10 +73,14 @@ class SharedTensors:
 
     # -- what takes part ---------------------------------------------------------------------------------------
 
+    def trainable(self) -> list[bool]:
+        """Which tensors are to be trained now."""
+        return [held.tensor.requires_grad for held, _ in self._named.values()]
+
     def notice_trainable(self) -> None:
         """Take up tensors that have become trainable. Cheap; called before every inner step."""
         # Which, not how many: one may be frozen in the same moment as another is unfrozen.
-        trainable = [tensor.requires_grad for tensor, _ in self._named.values()]
+        trainable = self.trainable()
         if trainable != self._watched:
             self._watched = trainable
             for name in self._named:
@@ -111,16 +95,16 @@ class SharedTensors:
         self.notice_trainable()
 
     def _is_trainable(self, name: str) -> bool:
-        tensor, kind = self._named[name]
-        return kind == "buffer" or tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+        held, kind = self._named[name]
+        return kind == "buffer" or held.tensor.requires_grad or not isinstance(held.tensor, nn.Parameter)
 
     def _track(self, name: str) -> _Entry:
         if name not in self._entries:
-            tensor, kind = self._named[name]
-            slot = Slot(name, tuple(tensor.shape), str(tensor.dtype), "buffer" if kind == "buffer" else "parameter")
+            held, kind = self._named[name]
+            slot = Slot(name, held.shape, str(held.dtype), "buffer" if kind == "buffer" else "parameter")
             # Its value before the first step that changes it: what every replica has agreed on for a frozen tensor.
-            anchor = self._place(tensor.detach().reshape(-1).to(torch.float32, copy=True))
-            self._entries[name] = _Entry(slot, tensor, anchor, torch.zeros_like(anchor), False)
+            anchor = self._place(held.read(0, held.elements).to(torch.float32, copy=True))
+            self._entries[name] = _Entry(slot, held, anchor, torch.zeros_like(anchor), False)
         return self._entries[name]
 
     def _place(self, flat: Tensor) -> Tensor:
@@ -144,10 +128,14 @@ class SharedTensors:
     def frozen_hashes(self) -> dict[str, str]:
         """Content hash of each parameter without an anchor: it is never sent, so it must be equal from the start."""
         return {
-            name: content_hash(_bytes_of(tensor))
-            for name, (tensor, kind) in self._named.items()
+            name: content_hash(_bytes_of(held.read(0, held.elements)))
+            for name, (held, kind) in self._named.items()
             if kind == "parameter" and name not in self._entries
         }
+
+    def tied(self) -> dict[str, str]:
+        """Further names that the model has for a shared parameter, each with the name that it travels under."""
+        return dict(self._tied)
 
     # -- local weights <-> anchor --------------------------------------------------------------------------------
 
@@ -167,7 +155,7 @@ class SharedTensors:
     def _start_and_local(self, layout: Layout, part: Part) -> tuple[Tensor, Tensor]:
         """Where the interval began and where it ended, float32 on the CPU: views where they can be."""
         entry = self._entries[layout.slots[part.slot].name]
-        local = entry.local.detach().reshape(-1)[part.start : part.stop]
+        local = entry.held.read(part.start, part.stop)
         start = entry.anchor[part.start : part.stop]
         if local.dtype != torch.float32:
             start = start.to(local.dtype).to(torch.float32)
@@ -185,32 +173,33 @@ class SharedTensors:
         entry = self._entries[layout.slots[part.slot].name]
         anchor, velocity = entry.anchor[part.start : part.stop], entry.momentum[part.start : part.stop]
         mean = mean.to(anchor.device)
-        flat = entry.local.detach().view(-1)[part.start : part.stop] if entry.local.is_contiguous() else None
-        local = flat if flat is not None and flat.device == anchor.device else None  # then one pass does it all
+        local = entry.held.view(part.start, part.stop)
+        if local is not None and local.device != anchor.device:
+            local = None  # else one pass does it all
         if average or entry.slot.kind == "buffer":
             average_step_(anchor, mean, local=local)
         else:
             nesterov_step_(anchor, velocity, mean, lr=lr, momentum_factor=momentum, divisor=divisor, local=local)
-        if flat is None and part.stop == entry.slot.elements:
-            entry.local.detach().copy_(entry.anchor.view(entry.slot.shape))
-        elif flat is not None and local is None:
-            flat.copy_(anchor)
+        if local is None:
+            entry.held.write(entry.anchor, part.start, part.stop)
+        else:
+            entry.held.written(entry.anchor, part.start, part.stop)
 
     def restore(self) -> None:
         """Bring every shared local tensor back to the anchor."""
-        for entry in self._entries.values():
-            entry.local.detach().copy_(entry.anchor.view(entry.slot.shape))
+        for entry in self._ordered():
+            entry.held.write(entry.anchor, 0, entry.slot.elements)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """The model holds the anchor inside the block, and its own weights again after it."""
-        kept = [(entry, entry.local.detach().clone()) for entry in self._ordered()]
+        kept = [(entry.held, entry.held.keep()) for entry in self._ordered()]
         self.restore()
         try:
             yield
         finally:
-            for entry, local in kept:
-                entry.local.detach().copy_(local)
+            for held, local in kept:
+                held.put_back(local)
 
     # -- whole state ---------------------------------------------------------------------------------------------
 
@@ -239,7 +228,7 @@ class SharedTensors:
         for slot in layout.slots:
             if slot.name not in self._named:
                 wrong.append(f"{slot.name}: only in the shared state")
-            elif tuple(self._named[slot.name][0].shape) != slot.shape:
+            elif self._named[slot.name][0].shape != slot.shape:
                 wrong.append(f"{slot.name}: {list(self._named[slot.name][0].shape)} here, {list(slot.shape)} there")
         missing = self._entries.keys() - {slot.name for slot in layout.slots}
         wrong += [f"{name}: trainable here, not in the shared state" for name in sorted(missing)]
