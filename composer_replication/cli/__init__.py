@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from composer_replication import __version__
+from composer_replication.cli.tools import add_tools, run_tool
 from composer_replication.errors import ReplicationError
 
 __all__ = ["main"]
@@ -28,6 +29,8 @@ commands, in the order in which you may want them:
       check everything, show the recipe with its defaults filled in, start nothing
   composer-replication status file:///shared/run1 --watch
       watch a run through its store, from anywhere that can read it
+  composer-replication export file:///shared/run1 -o model.safetensors
+      the shared weights, verified, under the model's own names
 
 'composer-replication COMMAND --help' tells the rest. Recipes are described in docs/recipes.md.
 """
@@ -113,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="URI",
         help="the run's store (file:///folder, or a folder), or the folder of a run on this machine",
     )
+    status.add_argument("--control", metavar="URI", help="the run's second store, if it has one (docs/stores.md)")
     status.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
     status.add_argument("--json", action="store_true", help="for programs: one JSON object (one a line with --watch)")
     status.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="pause of --watch (default 2)")
@@ -134,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--growth-cap", type=float, help="a longer interval's learning-rate mass over the last's (default 1.15)")
     add("--json", action="store_true", help='for programs: {"rounds": 73, "horizons": [500, ...]}')
 
+    add_tools(command)
     command("replica", "tell how one replica is started by hand", _REPLICA)
     return parser
 
@@ -168,13 +173,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.command == "status":
             from composer_replication.cli.status import status
 
-            return status(args.uri, watch=args.watch, as_json=args.json, every_seconds=args.every)
+            return status(args.uri, control=args.control, watch=args.watch, as_json=args.json, every_seconds=args.every)
         if args.command == "schedule":
             from composer_replication.cli.schedule import schedule
 
             return schedule(args)
-        sys.stdout.write(_REPLICA)
-        return 0
+        code = run_tool(args)
+        if code is None:
+            sys.stdout.write(_REPLICA)
+        return code or 0
     except (ReplicationError, ValueError) as error:
         sys.stderr.write(f"composer-replication {args.command}: {error}\n")
         return 2

@@ -1,0 +1,62 @@
+"""Commands around a store: their options and help. What they do is in the modules of their names.
+
+Invariant: nothing here loads torch or a client; that happens when a command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+__all__ = ["add_tools", "run_tool"]
+
+_EXPORT = """\
+examples:
+  composer-replication export s3://bucket/runs/one -o model.safetensors
+  composer-replication export runs/quickstart -o model.pt --round 20
+
+The newest checkpoint in the store, or that of --round: the weights that the whole fleet shared at the start of that
+round, under the model's own names and in its dtypes, tied tensors under each of their names. Every chunk is checked
+against its hash and the whole against the digest that the fleet agreed on; nothing is written unless both hold.
+Writing .safetensors needs composer-replication[safetensors]; a name that ends in .pt or .pth gives a state dict.
+
+Frozen parameters are never sent, so they aren't in the store: load with strict=False over your base model.
+
+exit code: 0 written, 2 nothing was written, with the reason.
+"""
+
+
+Command = Callable[[str, str, str], argparse.ArgumentParser]
+
+
+def _place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("uri", metavar="URI", help="the run's store, or the folder of a run on this machine")
+    parser.add_argument("--control", metavar="URI", help="the run's second store, if it has one (docs/stores.md)")
+
+
+def add_tools(command: Command) -> None:
+    """Add the commands to the parser; `command(name, summary, epilog)` makes one."""
+    export = command("export", "write a run's shared weights to a file", _EXPORT)
+    _place(export)
+    export.add_argument("-o", "--output", required=True, metavar="FILE", help="ends in .safetensors, .pt or .pth")
+    export.add_argument("--round", type=int, metavar="N", help="the checkpoint of that round (default: the newest)")
+    export.add_argument("--float32", action="store_true", help="as the fleet keeps them, not in the model's dtypes")
+    export.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    export.add_argument("--json", action="store_true", help="for programs: one JSON object")
+
+
+def run_tool(args: argparse.Namespace) -> int | None:
+    """Run the command that `args` name; gives its exit code, or None if it isn't one of these."""
+    if args.command == "export":
+        from composer_replication.cli.export import export
+
+        return export(
+            args.uri,
+            args.output,
+            control=args.control,
+            round=args.round,
+            wide=args.float32,
+            overwrite=args.overwrite,
+            as_json=args.json,
+        )
+    return None
