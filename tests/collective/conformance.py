@@ -1,6 +1,6 @@
 """What every collective must do. A test module hands in `run`: it builds a fleet and plays one script on each replica.
 
-    run(replicas, codec, script) -> [script(collective of replica 0), script(collective of replica 1), ...]
+    run(replicas, codec, script, guards=Guards()) -> [script(collective of replica 0), ...]
 
 Scripts are picklable and give plain values, so that they can be played in threads, in processes or over a store.
 """
@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from composer_replication.collective.base import Collective, Contribution, Report, RoundOutcome, Snapshot
 from composer_replication.collective.codec import CODECS, decode_chunk, encode_chunk, payload_bytes
+from composer_replication.collective.guards import Guards
 from composer_replication.collective.layout import Layout, Slot
+from composer_replication.collective.membership import treat
 from composer_replication.collective.norms import square_norm
 from composer_replication.collective.reduce import parameter_parts, part_sizes, reduce_chunk
 from composer_replication.diloco.outer_step import nesterov_step_
 from composer_replication.errors import FleetMismatch
 
 Script = Callable[[Collective], Any]
-Run = Callable[[int, str, Script], list[Any]]
+
+
+class Run(Protocol):
+    def __call__(self, replicas: int, codec: str, script: Script, /, *, guards: Guards = ...) -> list[Any]: ...
+
 
 SCALAR = Layout((Slot("theta", (), "torch.float32"),))
 # Tensors that straddle a chunk of 4,096 elements, that fill one exactly, and that exceed one; a buffer among them.
@@ -53,6 +59,8 @@ class Seen:
     norm: float
     mean: list[float]  # all chunks, one after another
     bytes_sent: int
+    outliers: dict[int, str] = field(default_factory=dict)
+    drift: float | None = None
 
 
 def digest(round: int) -> str:
@@ -134,6 +142,8 @@ def seen(outcome: RoundOutcome, layout: Layout) -> Seen:
         norm=outcome.mean_square_norm,
         mean=mean_of(outcome, layout).tolist() if outcome.members else [],
         bytes_sent=outcome.bytes_sent,
+        outliers=dict(outcome.outliers),
+        drift=outcome.drift,
     )
 
 
@@ -143,6 +153,7 @@ def agreed(results: Sequence[Seen]) -> Seen:
     for other in results[1:]:
         assert (other.members, other.others, other.absent) == (first.members, first.others, first.absent)
         assert (other.expected_next, other.norm) == (first.expected_next, first.norm)
+        assert (other.outliers, other.drift) == (first.outliers, first.drift)
         assert other.mean == first.mean
     return first
 
@@ -171,10 +182,10 @@ def play(
         )
     )
     result = seen(outcome, layout)
-    # Each chunk is computed once, in order; a replica that isn't finite is asked for none. (One that is left out for
+    # Each chunk is computed once, in any order; a replica that isn't finite is asked for none. (One that is left out for
     # another reason may have been asked before anybody knew.)
     every = [] if me in not_finite else list(range(len(layout.chunks)))
-    assert asked == every or (me not in result.members and asked == [])
+    assert sorted(asked) == every or (me not in result.members and asked == [])
     assert outcome.round == 0 and not collective.overtaken
     assert seen(outcome, layout).mean == result.mean, "the mean can be asked for again"
     collective.applied(lambda: snapshot(layout, 1))
@@ -182,14 +193,22 @@ def play(
 
 
 def expected_mean(
-    codec: str, layout: Layout, values: Sequence[Tensor], weights: Sequence[float]
+    codec: str,
+    layout: Layout,
+    values: Sequence[Tensor],
+    weights: Sequence[float],
+    *,
+    scales: Sequence[float] | None = None,
+    trim: int | None = None,
 ) -> tuple[Tensor, float]:
     """The bits that every collective must give."""
     means, norm, begin = [], 0.0, 0
     for chunk in layout.chunks:
         sizes, end = part_sizes(chunk), begin + chunk.elements
         payloads = [encode_chunk(codec, sizes, v[begin:end].contiguous()) for v in values]
-        reduced = reduce_chunk(codec, sizes, payloads, weights, parameters=parameter_parts(layout, chunk))
+        reduced = reduce_chunk(
+            codec, sizes, payloads, weights, scales=scales, trim=trim, parameters=parameter_parts(layout, chunk)
+        )
         means.append(decode_chunk(codec, sizes, reduced.payload))
         norm += reduced.square_norm
         begin = end
@@ -274,6 +293,57 @@ def check_runaway(run: Run) -> None:
     got = agreed(run(3, "float32", partial(play, layout=SCALAR, values=values)))
     assert got.members == (0, 1) and got.mean == [4.0]
     assert got.absent[2].startswith("outlier") and got.expected_next == (0, 1, 2)
+
+
+def long_last(count: int) -> list[Tensor]:
+    """Pseudo-gradients of about equal length, and a last one that is twenty times as long."""
+    generator = torch.Generator().manual_seed(17)
+    values = [torch.randn(MIXED.elements, generator=generator) for _ in range(count)]
+    values[-1] *= 20.0
+    return values
+
+
+def check_outliers(run: Run) -> None:
+    """A norm that sticks out is told, or scaled down by one multiplication, or left out: alike on every replica."""
+    values, equal = long_last(4), [1.0] * 4
+    play_it = partial(play, layout=MIXED, values=values)
+    plain, _ = expected_mean("int8", MIXED, values, equal)
+    for policy in ("warn", "off"):
+        got = agreed(run(4, "int8", play_it, guards=Guards(outliers=policy)))  # type: ignore[arg-type]
+        assert got.members == (0, 1, 2, 3) and got.mean == plain.tolist() and got.drift is None
+        assert set(got.outliers) == ({3} if policy == "warn" else set())
+    got = agreed(run(4, "int8", play_it, guards=Guards(outliers="exclude")))
+    assert got.members == (0, 1, 2) and got.others == (3,) and got.outliers == {}
+    assert got.absent[3].startswith("outlier: ") and "robust z" in got.absent[3]
+    assert got.mean == expected_mean("int8", MIXED, values[:3], equal[:3])[0].tolist()
+    clip = Guards(outliers="clip")
+    treated = treat([contribution(i, 0, MIXED, value).report for i, value in enumerate(values)], clip)
+    assert treated.scales is not None and treated.scales[:3] == (1.0,) * 3 and 0.05 < treated.scales[3] < 0.2
+    for codec, weights in (("float32", equal), ("int8", equal), ("bfloat16", [3.0, 1.0, 0.5, 2.0])):
+        got = agreed(run(4, codec, partial(play_it, weights=weights), guards=clip))
+        clipped, norm = expected_mean(codec, MIXED, values, weights, scales=treated.scales)
+        assert got.members == (0, 1, 2, 3) and got.mean == clipped.tolist() and got.drift == treated.drift
+        assert math.isclose(got.norm, norm, rel_tol=1e-12)
+        assert "scaled by" in got.outliers[3]
+
+
+def check_robust_means(run: Run) -> None:
+    """Median and trimmed mean, bit for bit, for odd and even rosters; and together with clipping."""
+    for codec, replicas, guards in (
+        ("float32", 3, Guards(aggregation="median")),
+        ("bfloat16", 4, Guards(aggregation="median")),
+        ("int8", 4, Guards(aggregation="trimmed_mean", outliers="clip")),
+        ("float32", 4, Guards(aggregation="trimmed_mean", outliers="exclude")),
+    ):
+        values = long_last(replicas)
+        got = agreed(run(replicas, codec, partial(play, layout=MIXED, values=values), guards=guards))
+        said = [contribution(i, 0, MIXED, values[i]).report for i in got.members]
+        treated, count = treat(said, guards), len(said)
+        assert count == (replicas - 1 if guards.outliers == "exclude" else replicas)
+        trim, equal = guards.trim(count), [1.0] * count
+        mean, norm = expected_mean(codec, MIXED, values[:count], equal, scales=treated.scales, trim=trim)
+        assert got.mean == mean.tolist() and got.drift == treated.drift
+        assert math.isclose(got.norm, norm, rel_tol=1e-12)
 
 
 def _empty_then_full(collective: Collective) -> tuple[Seen, Seen]:
@@ -368,6 +438,8 @@ CHECKS = (
     check_zero_is_a_contribution,
     check_not_finite,
     check_runaway,
+    check_outliers,
+    check_robust_means,
     check_empty_roster,
     check_leaving,
     check_mismatch_at_start,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from composer_replication.collective.codec import chunk_bytes
+from composer_replication.collective.guards import Guards
 from composer_replication.collective.in_process import InProcessCollective, InProcessFleet
 from composer_replication.collective.layout import Layout, Slot
 from composer_replication.collective.reduce import part_sizes
@@ -19,8 +20,8 @@ from tests.collective.conformance import MIXED, SCALAR, begin, contribution, dig
 from tests.support.threads import run_threads
 
 
-def run(replicas: int, codec: str, script: conformance.Script) -> list[Any]:
-    fleet = InProcessFleet(replicas, codec=codec, timeout_seconds=30.0)
+def run(replicas: int, codec: str, script: conformance.Script, guards: Guards | None = None) -> list[Any]:
+    fleet = InProcessFleet(replicas, codec=codec, timeout_seconds=30.0, guards=guards)
     return run_threads([partial(script, collective) for collective in fleet.collectives()])
 
 

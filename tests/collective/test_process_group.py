@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from composer_replication.collective.guards import Guards
 from composer_replication.collective.in_process import InProcessFleet
 from composer_replication.collective.layout import Layout, Slot
 from composer_replication.collective.process_group import ProcessGroupCollective
@@ -31,10 +32,10 @@ def _serve(rank: int, path: str, pipe: Connection) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=WORLD)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, WORLD + 1)}
     while (job := pipe.recv()) is not None:
-        replicas, codec, exact, script = job
+        replicas, codec, exact, guards, script = job
         try:
             group = None if replicas == WORLD else groups[replicas]
-            pipe.send((True, script(ProcessGroupCollective(group, codec=codec, exact=exact))))
+            pipe.send((True, script(ProcessGroupCollective(group, codec=codec, exact=exact, guards=guards))))
         except Exception:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
@@ -53,9 +54,17 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def run(self, replicas: int, codec: str, script: conformance.Script, *, exact: bool = True) -> list[Any]:
+    def run(
+        self,
+        replicas: int,
+        codec: str,
+        script: conformance.Script,
+        *,
+        exact: bool = True,
+        guards: Guards | None = None,
+    ) -> list[Any]:
         for pipe in self.pipes[:replicas]:
-            pipe.send((replicas, codec, exact, script))
+            pipe.send((replicas, codec, exact, guards, script))
         answers = []
         for rank, pipe in enumerate(self.pipes[:replicas]):
             assert pipe.poll(60), f"rank {rank} hangs"
@@ -130,6 +139,23 @@ def test_all_reduce_to_rounding(ranks: Ranks) -> None:
 )
 def test_all_reduce_keeps_the_rules(ranks: Ranks, check) -> None:
     check(partial(ranks.run, exact=False))
+
+
+def _clipped(collective, *, values: list[float]) -> float:
+    conformance.begin(collective, conformance.SCALAR)
+    own = torch.tensor([values[collective.replica]])
+    outcome = collective.average(conformance.contribution(collective.replica, 0, conformance.SCALAR, own))
+    assert set(outcome.outliers) == {3}
+    return conformance.mean_of(outcome, conformance.SCALAR).item()
+
+
+def test_all_reduce_clips_and_refuses_a_median(ranks: Ranks) -> None:
+    """Norms 1, 1, 1 and 10: the bound is twice the median, so that 1, 1, 1 and 2 are averaged."""
+    script = partial(_clipped, values=[1.0, 1.0, 1.0, 10.0])
+    got = ranks.run(4, "float32", script, exact=False, guards=Guards(outliers="clip"))
+    assert got == [got[0]] * 4 and abs(got[0] - 1.25) <= 2.0**-23  # the factor 0.2 is rounded
+    with pytest.raises(AssertionError, match="aggregation must be 'mean' when exact is False, got 'median'"):
+        ranks.run(4, "float32", script, exact=False, guards=Guards(aggregation="median"))
 
 
 def _one_breaks(collective) -> str:

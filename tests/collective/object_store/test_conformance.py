@@ -10,13 +10,22 @@ from typing import Any
 import pytest
 
 from composer_replication.collective.base import Collective
+from composer_replication.collective.guards import Guards
 from composer_replication.collective.object_store import ObjectStoreCollective
 from composer_replication.store import LocalStore, MemoryStore
 from tests.collective import conformance
 from tests.support.threads import run_threads
 
 
-def play(store: Any, replicas: int, codec: str, mode: str, script: conformance.Script) -> list[Any]:
+def play(
+    store: Any,
+    replicas: int,
+    codec: str,
+    mode: str,
+    script: conformance.Script,
+    guards: Guards | None = None,
+    **options: Any,
+) -> list[Any]:
     collectives = [
         ObjectStoreCollective(
             store,
@@ -27,6 +36,8 @@ def play(store: Any, replicas: int, codec: str, mode: str, script: conformance.S
             poll_seconds=0.002,
             max_poll_seconds=0.02,
             timeout_seconds=30.0,
+            guards=guards,
+            **options,
         )
         for replica in range(replicas)
     ]
@@ -45,7 +56,10 @@ def play(store: Any, replicas: int, codec: str, mode: str, script: conformance.S
 @pytest.mark.parametrize("mode", ["direct", "sharded"])
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_conformance(check: Any, mode: str) -> None:
-    check(lambda replicas, codec, script: play(MemoryStore(), replicas, codec, mode, script))
+    def run(replicas: int, codec: str, script: conformance.Script, guards: Guards | None = None) -> list[Any]:
+        return play(MemoryStore(), replicas, codec, mode, script, guards)
+
+    check(run)
 
 
 def test_conformance_over_files(tmp_path: Path) -> None:
