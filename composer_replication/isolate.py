@@ -13,6 +13,8 @@ from dataclasses import dataclass
 __all__ = [
     "ENABLE",
     "LAUNCHERS",
+    "RANK",
+    "RANKS",
     "REPLICA",
     "REPLICAS",
     "SETTINGS",
@@ -21,10 +23,13 @@ __all__ = [
     "isolate",
     "isolate_world",
     "read_identity",
+    "read_rank",
 ]
 
 REPLICA = "COMPOSER_REPLICATION_REPLICA"
 REPLICAS = "COMPOSER_REPLICATION_REPLICAS"
+RANK = "COMPOSER_REPLICATION_RANK"  # of this process within its replica
+RANKS = "COMPOSER_REPLICATION_RANKS"  # processes of each replica
 STORE = "COMPOSER_REPLICATION_STORE"
 LAUNCHER = "COMPOSER_REPLICATION_LAUNCHER"
 ENABLE = "COMPOSER_REPLICATION_ENABLE"
@@ -53,7 +58,7 @@ _WORLD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """This process's place in its fleet."""
+    """This process's place in its fleet. An id beyond the fleet's is that of a replica that joins it later."""
 
     replica: int
     replicas: int
@@ -64,10 +69,15 @@ class Identity:
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
         if self.replicas < 1:
             raise ValueError(f"replicas must be at least 1, got {self.replicas}")
-        if not 0 <= self.replica < self.replicas:
+        if self.replica < 0:
             raise ValueError(
                 f"replica must be between 0 and {self.replicas - 1} in a fleet of {self.replicas}, got {self.replica}"
             )
+
+    @property
+    def shard(self) -> int:
+        """Which of the `replicas` shards of the training data is this replica's. Whoever joins later shares one."""
+        return self.replica % self.replicas
 
 
 def read_identity(
@@ -100,6 +110,22 @@ def read_identity(
             f"({', '.join(LAUNCHERS)} or auto)"
         )
     return Identity(replica=replica, replicas=replicas)
+
+
+def read_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """(rank of this process within its replica, processes of its replica), as `isolate_world` or a strategy left them.
+
+    (0, 1) where nobody said anything: a replica is one process then. Raises ValueError if they contradict each other.
+    """
+    size = _number(environ, RANKS)
+    rank = _number(environ, RANK)
+    if size is None and rank is None:
+        return 0, 1
+    if size is None or rank is None or not 0 <= rank < size:
+        raise ValueError(
+            f"{RANK}={rank} and {RANKS}={size} contradict each other: unset both, or set both by isolate_world"
+        )
+    return rank, size
 
 
 def isolate(
@@ -136,20 +162,32 @@ def isolate_world(
     """Cut the launcher's world into replicas of consecutive ranks, each a world of its own. Call it before any trainer.
 
     For launchers that start every process of the fleet (composer, torchrun, srun, mpirun), and for one launch per
-    replica with COMPOSER_REPLICATION_REPLICA and _REPLICAS set, whose world stays as it is. Rewrites RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT, narrows CUDA_VISIBLE_DEVICES to the replica's
-    devices, appends -replica<id> to RUN_NAME and COMPOSER_RUN_NAME, and sets COMPOSER_REPLICATION_REPLICA and
-    _REPLICAS. Calling it again changes nothing. Raises ValueError, with the environment untouched, if the variables
-    contradict each other.
+    replica with COMPOSER_REPLICATION_REPLICA and _REPLICAS set, whose world stays as it is (it may span machines).
+    Rewrites RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT, narrows
+    CUDA_VISIBLE_DEVICES to the replica's devices, appends -replica<id> to RUN_NAME and COMPOSER_RUN_NAME, and sets
+    COMPOSER_REPLICATION_REPLICA, _REPLICAS, _RANK and _RANKS. Calling it again changes nothing. Raises ValueError, with
+    the environment untouched, if the variables contradict each other.
     """
     k = ranks_per_replica
     if k < 1:
         raise ValueError(f"ranks per replica must be at least 1, got {k}")
     rank, size, local, local_size = _launched(launcher, environ)
+    before = _number(environ, RANKS)
+    if before is not None and before != k:
+        raise ValueError(
+            f"this process was made one of a replica of {before} already ({RANKS}), and now of {k}: say "
+            "--ranks-per-replica (or call isolate_world) once, with one number"
+        )
     if size != k and (size % k or local_size % k):
         raise ValueError(
             f"{size} processes ({local_size} on this machine) can't be cut into replicas of {k} on one machine each: "
-            f"start a multiple of {k} on each machine"
+            f"start a multiple of {k} on each machine, or launch each replica by itself, with {REPLICA} and {REPLICAS} "
+            "set"
+        )
+    if size != k and (rank - local) % k:
+        raise ValueError(
+            f"process {rank} is number {local} of its machine, so that a replica of {k} consecutive processes would "
+            "span machines: place consecutive processes on one machine (srun --distribution=block)"
         )
     given = {name: _number(environ, name) for name in (REPLICA, REPLICAS)}
     if size == k:  # one replica a launch: only the environment can know of the others
@@ -173,6 +211,7 @@ def isolate_world(
             if environ.get(name) and not environ[name].endswith(suffix):
                 environ[name] += suffix
     environ[REPLICA], environ[REPLICAS] = str(identity.replica), str(identity.replicas)
+    environ[RANK], environ[RANKS] = str(rank % k), str(k)
     return identity
 
 
@@ -181,6 +220,8 @@ def _narrow(rank: int, local: int, count: int, *, alone: bool, environ: MutableM
     first = local // count * count
     devices = None if alone else _devices(first, count, environ)
     port = environ.get("MASTER_PORT", "")
+    if not port.isdigit() and count > 1:  # srun and mpirun name none; jobs that share a machine have different numbers
+        port = str(20000 + (_number(environ, "SLURM_JOB_ID") or 0) % 20000)
     for name in _WORLD:
         environ.pop(name, None)
     environ.update({"RANK": str(rank), "LOCAL_RANK": str(local - first), "NODE_RANK": "0"})

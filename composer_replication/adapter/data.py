@@ -1,6 +1,9 @@
 """Which part of the data each replica sees, and how replicas notice that they see the same.
 
 Invariant: equal first batches are found by their content, whatever loader they came from.
+
+The data is cut into as many shards as the run began with replicas, and that stays so: a replica that joins later (its id
+is `replicas` or more) reads shard id mod replicas from its beginning, which another one has read before it.
 """
 
 from __future__ import annotations
@@ -16,13 +19,26 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from composer_replication.errors import FleetMismatch
-from composer_replication.isolate import Identity, read_identity
+from composer_replication.isolate import Identity, read_identity, read_rank
 
-__all__ = ["ShardedIterable", "check_seeds", "equal_first_batches", "fingerprint", "shard_iterable", "shuffle_seed"]
+__all__ = [
+    "ShardedIterable",
+    "check_seeds",
+    "equal_first_batches",
+    "fingerprint",
+    "rank_share",
+    "shard_iterable",
+    "shuffle_seed",
+]
+
+
+def rank_share(identity: Identity, rank: int, ranks: int) -> Identity:
+    """The share of the data of one of a replica's processes, as if each of them were a replica."""
+    return Identity(replica=identity.shard * ranks + rank, replicas=identity.replicas * ranks)
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """Every item of `dataset` for exactly one replica and one loader worker; see `shard_iterable`."""
+    """Every item of `dataset` for exactly one replica, process of it, and loader worker; see `shard_iterable`."""
 
     def __init__(self, dataset: Iterable[Any], identity: Identity) -> None:
         self.dataset = dataset
@@ -31,17 +47,23 @@ class ShardedIterable(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         workers, index = (worker.num_workers, worker.id) if worker is not None else (1, 0)
-        # Item i belongs to replica i mod R, however many workers a replica has.
-        first = index * self.identity.replicas + self.identity.replica
-        return islice(iter(self.dataset), first, None, workers * self.identity.replicas)
+        # Item i belongs to replica i mod R, however many workers a replica has; with K processes each, to one i mod RK.
+        share = self.share
+        return islice(iter(self.dataset), index * share.replicas + share.shard, None, workers * share.replicas)
 
     def __len__(self) -> int:
         total = len(self.dataset)  # type: ignore[arg-type]  # TypeError where it has no length, as for any dataset
-        return len(range(self.identity.replica, total, self.identity.replicas))
+        return len(range(self.share.shard, total, self.share.replicas))
+
+    @property
+    def share(self) -> Identity:
+        """This process's; asked for late, as it may be told only when the trainer sets its processes up."""
+        return rank_share(self.identity, *read_rank())
 
 
 def shard_iterable(dataset: Iterable[Any], replica: int | None = None, replicas: int | None = None) -> ShardedIterable:
-    """This replica's share of an iterable dataset: item i goes to replica i mod replicas, split among loader workers.
+    """This replica's share of an iterable dataset: item i goes to replica i mod replicas, split among its processes
+    and loader workers.
 
     `dataset` must give all items, in the same order, to every process and worker: it must not split them itself.
     Without numbers the replica's identity comes from the environment. Raises ValueError if it isn't there.

@@ -26,7 +26,7 @@ def given_collective(
             raise ValueError("collective is a function: say replica= and replicas=, too")
         return Identity(replica=replica, replicas=replicas), collective
     fleet = collective.fleet
-    identity = Identity(replica=fleet.index(collective.replica), replicas=len(fleet))
+    identity = Identity(replica=collective.replica, replicas=len(fleet))
     if (replica, replicas) not in ((None, None), (identity.replica, identity.replicas)):
         raise ValueError(f"the collective is that of {identity}, not of replica {replica} of {replicas}")
     used: list[int] = []

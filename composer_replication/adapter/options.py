@@ -21,7 +21,7 @@ from composer_replication.autoloco.config import OuterConfig
 from composer_replication.autoloco.values import Policy
 from composer_replication.collective.base import Collective
 from composer_replication.collective.codec import check_codec
-from composer_replication.isolate import Identity, read_identity
+from composer_replication.isolate import REPLICA, REPLICAS, Identity, read_identity
 
 __all__ = ["Options", "read_options"]
 
@@ -117,7 +117,13 @@ def read_options(
     if collective is not None:
         identity, meet = given_collective(collective, replica=replica, replicas=replicas)
     else:
+        _refuse_contradictions(replica=replica, replicas=replicas)
         identity = read_identity(replica=replica, replicas=replicas, launcher=launcher)
+        if identity.replica >= identity.replicas and replica_failure_policy != "skip":
+            raise ValueError(
+                f"replica must be between 0 and {identity.replicas - 1} in a fleet of {identity.replicas}, got "
+                f"{identity.replica} (further ones may join only under replica_failure_policy='skip')"
+            )
         if min_replicas is not None and not 1 <= min_replicas <= identity.replicas:
             raise ValueError(f"min_replicas must be between 1 and {identity.replicas}, got {min_replicas!r}")
         meet = open_store(
@@ -149,3 +155,14 @@ def read_options(
         checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir),
         checkpoint_every_rounds=checkpoint_every_rounds,
     )
+
+
+def _refuse_contradictions(**given: int | None) -> None:
+    """An argument that says otherwise than the environment: one of the two was meant for another process."""
+    for name, variable in (("replica", REPLICA), ("replicas", REPLICAS)):
+        value, found = given[name], os.environ.get(variable, "").strip()
+        if value is not None and found and str(value) != found:
+            raise ValueError(
+                f"{name}={value} contradicts {variable}={found}, which the launcher or the environment says: "
+                f"leave {name} out, or unset the variable"
+            )

@@ -240,6 +240,8 @@ class _Launch:
             if handle.restarts:
                 row = replace(row, note=f"restart {handle.restarts}")
             rows.append(row)
+        own = {handle.replica_id for handle in self.handles}
+        rows += [row for row in view.rows if row.replica not in own]  # started elsewhere, they have joined
         return replace(view, rows=rows, steps=self.recipe.training.steps)
 
     def _stop(self, words: str) -> None:

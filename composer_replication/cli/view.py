@@ -14,6 +14,7 @@ from typing import Any
 
 from composer_replication.cli.live import FleetView, Row
 from composer_replication.collective.object_store import keys
+from composer_replication.collective.object_store.entrants import Entrants
 from composer_replication.collective.object_store.history import decided
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.errors import ObjectMissing, StoreError
@@ -76,6 +77,7 @@ class RunReader:
         self.trouble = ""  # why the open round was given up, if it was
         self.ended = False
         self._held = 0  # the attempt of the last round that holds
+        self._entrants: Entrants | None = None
 
     def refresh(self) -> None:
         """Look for what is new. Raises StoreError if the store fails."""
@@ -83,6 +85,9 @@ class RunReader:
             self.fleet = self._json(keys.FLEET)
         if self.fleet is None:
             return
+        if self._entrants is None:
+            self._entrants = Entrants(self.store, self.run, self.replicas)
+        self._entrants.look()
         if self.rounds:  # its roster may have been void: then another attempt follows
             self._take(len(self.rounds) - 1, self._held + 1)
         while self._take(len(self.rounds), 0):
@@ -125,14 +130,20 @@ class RunReader:
 
     @property
     def replicas(self) -> int:
+        """How many the run began with."""
         return int((self.fleet or {}).get("replicas") or 0)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All replicas, those that joined later included."""
+        return self._entrants.fleet if self._entrants is not None else ()
 
     def view(self, title: str) -> FleetView:
         """Of what was read last, and of the heartbeats now."""
         last = self.rounds[-1] if self.rounds else None
         return FleetView(
             title=title,
-            rows=[self._row(replica, last) for replica in range(self.replicas)],
+            rows=[self._row(replica, last) for replica in self.ids],
             round=len(self.rounds) if self.fleet is not None else None,
             ended=self.ended,
         )

@@ -32,7 +32,7 @@ def replica_sampler(
     """
     who = read_identity(replica=replica, replicas=replicas)
     return dist.get_sampler(
-        dataset, drop_last=drop_last, shuffle=shuffle, num_replicas=who.replicas, rank=who.replica, seed=seed
+        dataset, drop_last=drop_last, shuffle=shuffle, num_replicas=who.replicas, rank=who.shard, seed=seed
     )
 
 
@@ -45,7 +45,7 @@ def unsharded_reason(loader: Any, identity: Identity) -> str | None:
         return f"its dataset was sharded for {dataset.identity}, but this is {identity}"
     if isinstance(sampler, DistributedSampler):
         found = (sampler.num_replicas, sampler.rank)
-        if found != (identity.replicas, identity.replica):
+        if found != (identity.replicas, identity.shard):
             return (
                 f"its DistributedSampler is rank {sampler.rank} of {sampler.num_replicas}, but this is {identity}: use "
                 "composer_replication.composer.replica_sampler instead of composer.utils.dist.get_sampler"

@@ -13,21 +13,25 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from composer_replication.adapter.data import ShardedIterable
+from composer_replication.adapter.data import ShardedIterable, rank_share
 from composer_replication.isolate import Identity
 
 __all__ = ["forgets_its_place", "unsharded_reason", "unsharded_reasons"]
 
 
-def unsharded_reason(loader: Any, identity: Identity) -> str | None:
-    """Why `loader` may give the same samples to several replicas; None when each has its own share."""
-    if identity.replicas == 1:
+def unsharded_reason(loader: Any, identity: Identity, ranks: tuple[int, int] = (0, 1)) -> str | None:
+    """Why `loader` may give the same samples to several replicas; None when each has its own share.
+
+    `ranks`: this process's rank in its replica, and how many processes that has.
+    """
+    share = rank_share(identity, *ranks)
+    if share.replicas == 1:
         return None
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, not a torch DataLoader"
     if isinstance(loader.dataset, ShardedIterable):
-        if loader.dataset.identity != identity:
-            return f"its dataset was sharded for {loader.dataset.identity}, but this is {identity}"
+        if loader.dataset.share != share:
+            return f"its dataset was sharded for {loader.dataset.share}, but this is {share}"
         return None
     if isinstance(loader.dataset, IterableDataset):
         return "its dataset is an IterableDataset: wrap it in composer_replication.lightning.shard_iterable"
@@ -37,13 +41,13 @@ def unsharded_reason(loader: Any, identity: Identity) -> str | None:
             f"its {type(sampler).__name__} isn't distributed: leave use_distributed_sampler on, or give it a "
             "DistributedSampler"
         )
-    if (sampler.num_replicas, sampler.rank) != (identity.replicas, identity.replica):
-        return f"its DistributedSampler is rank {sampler.rank} of {sampler.num_replicas}, but this is {identity}"
+    if (sampler.num_replicas, sampler.rank) != (share.replicas, share.shard):
+        return f"its DistributedSampler is rank {sampler.rank} of {sampler.num_replicas}, but this is {share}"
     return None
 
 
-def unsharded_reasons(loaders: Sequence[Any], identity: Identity) -> list[str]:
-    return [reason for loader in loaders if (reason := unsharded_reason(loader, identity)) is not None]
+def unsharded_reasons(loaders: Sequence[Any], identity: Identity, ranks: tuple[int, int] = (0, 1)) -> list[str]:
+    return [reason for loader in loaders if (reason := unsharded_reason(loader, identity, ranks)) is not None]
 
 
 def forgets_its_place(trainer: Trainer, loaders: Sequence[Any]) -> bool:

@@ -13,8 +13,10 @@ import re
 
 __all__ = [
     "CHECKPOINTS",
+    "CLAIMS",
     "FINAL",
     "FLEET",
+    "MEMBERS",
     "checkpoint",
     "checkpoint_blob",
     "claim",
@@ -24,6 +26,7 @@ __all__ = [
     "input_chunk",
     "inputs",
     "is_blob",
+    "join",
     "layout",
     "manifest",
     "manifest_round",
@@ -40,12 +43,14 @@ __all__ = [
 
 FLEET = "fleet.json"
 FINAL = "final.json"
+CLAIMS = "claims/"
+MEMBERS = "members/"
 CHECKPOINTS = "checkpoints/"
 _BLOB = re.compile(r"(?:\A|/)(?:rounds/\d{8}/\d{1,6}/(?:in|out)/.|checkpoints/\d{8}/(?!manifest\.json\Z).)")
 
 
 def claims(replica: int) -> str:
-    return f"claims/{replica}/"
+    return f"{CLAIMS}{replica}/"
 
 
 def claim(replica: int, incarnation: int) -> str:
@@ -63,8 +68,13 @@ def incarnation_of(key: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def join(number: int) -> str:
+    """The number-th replica that came in after the start."""
+    return f"joins/{number}.json"
+
+
 def member(replica: int) -> str:
-    return f"members/{replica}.json"
+    return f"{MEMBERS}{replica}.json"
 
 
 def layout(fingerprint: str) -> str:

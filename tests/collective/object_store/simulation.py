@@ -40,6 +40,7 @@ from composer_replication.collective.object_store.events import (
     Woke,
     Written,
 )
+from composer_replication.collective.object_store.entrants import Entrants
 from composer_replication.collective.object_store.garbage import Collector
 from composer_replication.collective.object_store.history import closed_roster, plan_at, stand
 from composer_replication.collective.object_store.pointers import ChunkFact
@@ -104,6 +105,7 @@ class Simulation:
     rounds: int = 4
     chances: Chances = Chances()
     dead: int = 0  # so many are gone for good at some moment (skip only)
+    joining: int = 0  # so many come in later, at some moment (skip only)
     mutation: str = ""
     # what is checked
     applied: dict[int, tuple[str, str]] = field(default_factory=dict)  # round -> what was applied, state after
@@ -123,7 +125,9 @@ class Simulation:
             min_replicas=self.replicas // 2 + 1,
             mode=self.mode,
         )
-        self.all = [Replica(i) for i in range(self.replicas)]
+        self.all = [Replica(i) for i in range(self.replicas + self.joining)]
+        for newcomer in self.all[self.replicas :]:
+            newcomer.asleep_until = self.random.random() * 60.0
         self.trained = 0
         self.current = 0
         self._write_checkpoint(0, digest("start"))
@@ -206,6 +210,10 @@ class Simulation:
         if round and (before := closed_roster(self.store, RUN, round - 1)) is not None:
             collector.closed(before.roster)
         pending: tuple[int, str] | None = None
+        entrants = Entrants(self.store, RUN, self.replicas)
+        if replica.id >= self.replicas:
+            entrants.announce(replica.id)
+            yield
         catching_up, left = True, False
         while True:
             yield
@@ -213,7 +221,7 @@ class Simulation:
             if contribute:
                 yield from self._train(replica, round)
             job = self._job(replica, round, base, contribute, left or catching_up, attempts.get(round, 0), tip, left)
-            job = replace(job, wait=left)
+            job = replace(job, wait=left, policy=replace(self.policy, fleet=entrants.look()))
             result, blobs = yield from self._round(replica, job)
             collector.wrote(round, blobs)
             if isinstance(result, Fail):
@@ -491,6 +499,8 @@ def make(seed: int, *, mutation: str = "") -> Simulation:
         diverge=choose.choice((0.0, 0.0, 0.1)),
     )
     dead = 0 if strict else choose.randint(0, (replicas - 1) // 2)
+    rounds = choose.randint(2, 5)
+    joining = 0 if strict else choose.choice((0, 0, 1, 1, 2, 3))
     return Simulation(
-        seed, replicas, strict, rounds=choose.randint(2, 5), chances=chances, dead=dead, mutation=mutation
+        seed, replicas, strict, rounds=rounds, chances=chances, dead=dead, joining=joining, mutation=mutation
     )

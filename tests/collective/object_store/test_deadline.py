@@ -1,4 +1,4 @@
-"""How long a replica waits under skip: by what past rounds have taught, and never so that a round is given up sooner."""
+"""How long a replica waits under skip: by what past rounds have taught; and no round is given up sooner for it."""
 
 from __future__ import annotations
 

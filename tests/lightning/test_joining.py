@@ -1,0 +1,54 @@
+"""A replica that joins a run that others began, and one that comes back when the run is over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from composer_replication.lightning import AutoLoCoCallback
+from composer_replication.store import MemoryStore
+from tests.lightning.helpers import Tiny, in_threads, loader, trainer
+
+FIXED: dict[str, Any] = {"policy": "fixed", "base_horizon": 4}
+SKIP: dict[str, Any] = {"replica_failure_policy": "skip", "timeout": 30.0, **FIXED}
+
+
+def same_bits(one: Tiny, other: Tiny) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_a_replica_joins_and_ends_with_the_same_weights() -> None:
+    store, under_way = MemoryStore(), threading.Event()
+
+    class Paced(Tiny):
+        """Of the two that begin: half-way they wait until the third has put something in."""
+
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            if batch_idx == 9:
+                under_way.set()
+            while batch_idx == 15 and not any("/ready/2.json" in key for key in store.list("rounds/")):
+                time.sleep(0.005)
+            return super().training_step(batch, batch_idx)
+
+    def replica(index: int, _: Any) -> tuple[Tiny, AutoLoCoCallback]:
+        module = Tiny(seed=index) if index == 2 else Paced(seed=index)
+        if index == 2:
+            assert under_way.wait(60)
+        ours = AutoLoCoCallback(store, replica=index, replicas=2, checkpoint_every=1, **SKIP)
+        trainer(ours, max_epochs=1).fit(module, loader(64))
+        return module, ours
+
+    (first, _), (second, _), (third, ours) = in_threads(3, replica)
+    assert same_bits(first, second) and same_bits(first, third)
+    assert ours.rounds and any(summary.included and 2 in summary.members for summary in ours.rounds)
+    # Its share of the data is that of replica 2 mod 2, from the beginning.
+    assert third.seen and sum(third.seen, []) == sum(first.seen, [])[: len(third.seen)]
+
+
+def test_a_strict_fleet_admits_nobody() -> None:
+    with pytest.raises(ValueError, match="further ones may join only under replica_failure_policy='skip'"):
+        AutoLoCoCallback(MemoryStore(), replica=2, replicas=2, **FIXED)
