@@ -20,7 +20,7 @@ from composer_replication.adapter.files import write_checkpoint
 from composer_replication.adapter.options import read_options
 from composer_replication.adapter.session import Session
 from composer_replication.composer.fit import Fit
-from composer_replication.composer.world import check_given, check_savers, check_state, check_world
+from composer_replication.composer.world import check_savers, check_state, check_world
 from composer_replication.diloco.loop import OuterLoop
 from composer_replication.diloco.summary import FinalSummary, RoundSummary
 
@@ -48,7 +48,6 @@ class AutoLoCo(Algorithm):
 
     def __init__(self, store: Any = None, *, step_schedulers_every_batch: bool | None = None, **options: Any) -> None:
         check_world()
-        check_given(options)
         if options.get("optimizer") not in (None, 0):
             raise ValueError(f"optimizer must be 0: Composer trains with one, got {options['optimizer']!r}")
         # SIGTERM ends a wait by itself: Composer's handler raises SystemExit there.
@@ -66,8 +65,8 @@ class AutoLoCo(Algorithm):
 
     @property
     def final(self) -> FinalSummary | None:
-        """How the last fit ended; None while it runs."""
-        return self._session.final
+        """How the last fit ended, or that of the loaded checkpoint; None while one runs."""
+        return self._session.final or self._session.stashed_end
 
     @property
     def loop(self) -> OuterLoop | None:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from composer.callbacks import CheckpointSaver
 from composer.core import State
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_replication.isolate import REPLICA, REPLICAS, Identity
+from composer_replication.isolate import Identity
 
-__all__ = ["check_given", "check_savers", "check_state", "check_world"]
+__all__ = ["check_savers", "check_state", "check_world"]
 
 
 def check_world() -> None:
@@ -33,17 +31,6 @@ def check_world() -> None:
             f"`composer -n {size} -m composer_replication.run SCRIPT ...` (or call "
             "composer_replication.isolate.isolate_world() before the first import of composer)"
         )
-
-
-def check_given(options: Mapping[str, Any]) -> None:
-    """Raises ValueError if an argument says otherwise than what the launcher was found to be."""
-    for name, variable in (("replica", REPLICA), ("replicas", REPLICAS)):
-        given, found = options.get(name), os.environ.get(variable, "").strip()
-        if given is not None and found and str(given) != found:
-            raise ValueError(
-                f"{name}={given} contradicts {variable}={found}, which the launcher or the environment says: "
-                f"leave {name} out, or unset the variable"
-            )
 
 
 def check_state(state: State) -> None:

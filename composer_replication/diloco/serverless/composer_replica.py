@@ -62,7 +62,8 @@ def train(recipe: Recipe, identity: Identity, uri: str, folder: Path) -> dict[st
     announce(checkpoint)
     trainer = _trainer(recipe, identity, model, loader, validation, rounds, journal, checkpoint)
     try:
-        trainer.fit()
+        if trainer.state.max_duration is None or trainer.state.timestamp < trainer.state.max_duration:
+            trainer.fit()  # else this run has ended, and it was started again all the same
         values: dict[str, Any] = {"final_checkpoint_uri": _save(trainer.state, folder / FINAL)}
         if rounds.final is not None:
             values["digest"] = rounds.final.digest
