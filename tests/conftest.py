@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest_plugins = ["tests.support.store_fixtures"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-golden", action="store_true", help="rewrite the golden files instead of comparing")

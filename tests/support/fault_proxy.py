@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-Action = Literal["status", "refuse", "lose answer", "cut answer", "cut request", "delay"]
+Action = Literal["status", "refuse", "lose answer", "cut answer", "cut request", "delay", "stale listing"]
 
 
 @dataclass
 class Fault:
-    """What to do to requests of `method` whose target holds `target`, `times` times, then no more."""
+    """What to do to requests of `method` whose target holds `target`, to one of `every` such, `times` times, then no
+    more. "stale listing" gives the answer that the same listing got first, as long as the fault lasts."""
 
     action: Action
     method: str = ""
@@ -26,10 +27,23 @@ class Fault:
     status: int = 503
     code: str = "SlowDown"
     seconds: float = 0.0
+    every: int = 1
+    seen: int = 0
     hits: int = 0
 
     def fits(self, method: str, target: str) -> bool:
-        return self.hits < self.times and method.startswith(self.method) and self.target in target
+        if self.hits >= self.times or not method.startswith(self.method) or self.target not in target:
+            return False
+        if self.action == "stale listing" and not is_listing(method, target):
+            return False
+        self.seen += 1
+        return self.seen % self.every == 0
+
+
+def is_listing(method: str, target: str) -> bool:
+    """As S3, Google and Azure ask for one."""
+    path, _, query = target.partition("?")
+    return method == "GET" and ("list-type=2" in query or "comp=list" in query or (path.endswith("/o") and bool(query)))
 
 
 @dataclass
@@ -39,10 +53,12 @@ class FaultProxy:
     upstream: str
     faults: list[Fault] = field(default_factory=list)
     bytes_per_second: float | None = None  # of request bodies
+    away: bool = False  # nobody answers
     requests: list[tuple[str, str]] = field(default_factory=list)
     body_bytes: int = 0
 
     def __enter__(self) -> FaultProxy:
+        self._listings: dict[str, bytes] = {}
         parts = urlsplit(self.upstream)
         self._host, self._port = parts.hostname, parts.port
         self._loop = asyncio.new_event_loop()
@@ -94,6 +110,8 @@ class FaultProxy:
         method, target, _ = first.split(" ", 2)
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
         self.requests.append((method, target))
+        if self.away:
+            return
         fault = next((fault for fault in self.faults if fault.fits(method, target)), None)
         action = None
         if fault is not None:
@@ -102,6 +120,10 @@ class FaultProxy:
             if action == "delay":
                 await asyncio.sleep(fault.seconds)
         if action == "refuse":
+            return
+        if action == "stale listing" and target in self._listings:
+            writer.write(self._listings[target])
+            await writer.drain()
             return
         if headers.get("expect", "").lower() == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -124,6 +146,11 @@ class FaultProxy:
                 await self._body(reader, far_writer, headers, size // 2)
                 return
             await self._body(reader, far_writer, headers, size)
+            if action == "stale listing":
+                self._listings[target] = await _whole(far_reader)
+                writer.write(self._listings[target])
+                await writer.drain()
+                return
             await self._answer(far_reader, writer, action)
         finally:
             far_writer.close()
@@ -170,6 +197,13 @@ class FaultProxy:
                 left -= len(data)
                 if left <= 0:
                     break
+
+
+async def _whole(reader: asyncio.StreamReader) -> bytes:
+    """An answer, made such that it can be given again."""
+    head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+    lines = [line for line in head.split(b"\r\n") if not line.lower().startswith((b"connection:", b"keep-alive:"))]
+    return b"\r\n".join([*lines, b"Connection: close", b"", b""]) + body
 
 
 async def _turns() -> None:

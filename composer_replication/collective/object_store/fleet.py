@@ -82,9 +82,10 @@ def claim_replica(
     Also finds out whether the store's create-if-absent holds what it promises (StoreError if it doesn't).
     """
     me = this_process()
+    met = 0
     while True:
         found = [n for n in (keys.incarnation_of(key) for key in store.list(keys.claims(replica))) if n is not None]
-        last = max(found, default=0)
+        last = max([*found, met])
         if last and not there(store, keys.closed(replica, last)):
             _refuse_if_alive(store, replica, last, me, heartbeat_seconds, clock, pause)
         key, claim = keys.claim(replica, last + 1), dump({"wire": WIRE_VERSION, "replica": replica, **asdict(me)})
@@ -92,7 +93,8 @@ def claim_replica(
         try:
             store.put_if_absent(key, claim)
         except ObjectExists:
-            continue  # someone else is starting under this id: look at that one
+            met = last + 1  # someone else has started under this id: look at that one, which a listing may not show yet
+            continue
         trace("after:claim")
         try:
             store.put_if_absent(key, claim)

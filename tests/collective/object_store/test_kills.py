@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from composer_replication.collective.in_process import InProcessFleet
-from composer_replication.collective.object_store.collective import STEPS
 from tests.collective.object_store.lives import Fleet, Kill, join
 from tests.collective.object_store.toy import Toy, run_toy
+from tests.faults.registry import Case, covers
 from tests.support.threads import run_threads
 
 pytestmark = pytest.mark.processes
 
 ROUNDS = 4
 START_STEPS = {"claim", "fleet"}
-LOWEST_ONLY = {"fleet", "checkpoint", "manifest"}
-POINTS = [f"{when}:{step}" for step in (*STEPS, "record") if step != "late" for when in ("before", "after")]
 
 
 @cache
@@ -28,8 +27,15 @@ def undisturbed() -> str:
     return toys[0].digest
 
 
-def kill_and_restart(folder: Path, step: str, victim: int, mode: str, *, fresh: bool) -> None:
-    fleet = Fleet(folder, rounds=ROUNDS, settings={"mode": mode})
+def place(case: Case, folder: Path, request: pytest.FixtureRequest) -> Fleet:
+    if case.store == "files":
+        return Fleet(folder)
+    uri, credentials = request.getfixturevalue("s3_uri"), request.getfixturevalue("s3_credentials")
+    return Fleet(folder, uri=uri, environment=credentials)
+
+
+def kill_and_restart(fleet: Fleet, step: str, victim: int, mode: str, *, fresh: bool) -> None:
+    fleet = replace(fleet, rounds=ROUNDS, settings={"mode": mode})
     name = step.partition(":")[2]
     last = name in ("result", "final")
     round = 0 if name in START_STEPS else ROUNDS if last else 1
@@ -52,61 +58,25 @@ def test_an_undisturbed_fleet_of_processes_gives_the_bits_of_threads(tmp_path: P
     assert b'"rounds":4' in fleet.store.get("final.json")
 
 
-@pytest.mark.parametrize(
-    ("step", "victim", "mode"),
-    [
-        ("after:claim", 1, "direct"),
-        ("before:manifest", 0, "direct"),
-        ("after:upload", 1, "sharded"),
-        ("after:ready", 2, "direct"),
-        ("after:roster", 1, "sharded"),
-        ("before:mean", 2, "sharded"),
-        ("after:fetch", 1, "sharded"),
-        ("before:record", 0, "direct"),
-        ("after:record", 2, "sharded"),
-    ],
-)
-def test_killed_and_restarted(tmp_path: Path, step: str, victim: int, mode: str) -> None:
-    kill_and_restart(tmp_path, step, victim, mode, fresh=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["direct", "sharded"])
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("step", POINTS)
-def test_killed_at_every_step(tmp_path: Path, step: str, victim: int, mode: str) -> None:
-    if step.partition(":")[2] in LOWEST_ONLY and victim != 0:
-        pytest.skip("only the lowest id writes that")
-    kill_and_restart(tmp_path, step, victim, mode, fresh=False)
+@covers("killed, restarted")
+def test_killed_and_restarted(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    step, victim, mode = case.point
+    kill_and_restart(place(case, tmp_path, request), step, victim, mode, fresh=False)
 
 
 @pytest.mark.parametrize(("step", "victim"), [("after:ready", 1), ("before:applied", 0)])
 def test_killed_and_come_back_without_its_record(tmp_path: Path, step: str, victim: int) -> None:
     """It joins from the fleet's checkpoint, follows, and finds its contribution: still the same bits."""
-    kill_and_restart(tmp_path, step, victim, "sharded", fresh=True)
+    kill_and_restart(Fleet(tmp_path), step, victim, "sharded", fresh=True)
 
 
-def skip_fleet(folder: Path) -> Fleet:
-    settings = {"failure_policy": "skip", "timeout_seconds": 0.8, "start_timeout_seconds": 40.0, "tolerated_misses": 0}
-    return Fleet(folder, rounds=ROUNDS, settings=settings)
+SKIP = {"failure_policy": "skip", "timeout_seconds": 0.8, "start_timeout_seconds": 40.0, "tolerated_misses": 0}
 
 
-@pytest.mark.parametrize(
-    ("step", "victim"), [("after:upload", 1), ("after:ready", 0), ("before:mean", 2), ("before:record", 1)]
-)
-def test_skip_goes_on_without_it(tmp_path: Path, step: str, victim: int) -> None:
-    go_on_without(tmp_path, step, victim)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("step", [p for p in POINTS if p.partition(":")[2] not in (*START_STEPS, *LOWEST_ONLY)])
-def test_skip_goes_on_without_it_at_every_step(tmp_path: Path, step: str, victim: int) -> None:
-    go_on_without(tmp_path, step, victim)
-
-
-def go_on_without(folder: Path, step: str, victim: int) -> None:
-    fleet = skip_fleet(folder)
+@covers("killed, not restarted")
+def test_skip_goes_on_without_it(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    step, victim = case.point
+    fleet = replace(place(case, tmp_path, request), rounds=ROUNDS, settings=SKIP)
     name = step.partition(":")[2]
     first = fleet.start(
         victim, Kill(step, ROUNDS if name in ("result", "final") else 1, last=name in ("roster", "final"))
@@ -121,7 +91,7 @@ def go_on_without(folder: Path, step: str, victim: int) -> None:
 
 def test_skip_takes_it_back_in(tmp_path: Path) -> None:
     """The killed replica returns without a record, joins from a checkpoint, and ends with the rest."""
-    fleet = Fleet(tmp_path, rounds=12, settings=skip_fleet(tmp_path).settings)
+    fleet = Fleet(tmp_path, rounds=12, settings=SKIP)
     first = fleet.start(1, Kill("after:upload", 2))
     others = {i: fleet.start(i) for i in (0, 2)}
     assert join(first) == -9

@@ -17,6 +17,7 @@ from torch import Tensor
 from composer_replication.collective.base import Collective, Contribution, Report, RoundOutcome, Snapshot
 from composer_replication.collective.layout import Layout, Slot
 from composer_replication.collective.norms import square_norm
+from composer_replication.errors import Diverged
 
 LAYOUT = Layout((Slot("w", (40, 129), "torch.float32"), Slot("b", (), "torch.float32"), Slot("v", (4100,), "x")), 4096)
 
@@ -32,6 +33,8 @@ class Toy:
     momentum: list[Tensor] = field(default_factory=list)
     ended: bool = False
     applied: list[tuple[int, str]] = field(default_factory=list)  # round, digest after it
+    controller: float = 0.0  # what the fleet decides by, made of norms
+    salt: int = 0  # another one trains another way
 
     @staticmethod
     def fresh(replica: int, layout: Layout = LAYOUT) -> Toy:
@@ -41,7 +44,7 @@ class Toy:
 
     @property
     def digest(self) -> str:
-        content = hashlib.sha256(f"{self.round}".encode())
+        content = hashlib.sha256(f"{self.round} {self.controller.hex()}".encode())
         for tensor in (*self.anchor, *self.momentum):
             content.update(tensor.numpy().tobytes())
         return content.hexdigest()[:32]
@@ -52,19 +55,21 @@ class Toy:
             layout=self.layout,
             anchor=self.anchor,
             momentum=self.momentum if self.round else (),
-            state={"round": self.round},
+            state={"round": self.round, "controller": self.controller.hex()},
             digest=self.digest,
         )
 
     def adopt(self, snapshot: Snapshot) -> None:
         self.round = snapshot.round
+        self.controller = float.fromhex(snapshot.state["controller"])
         self.anchor = [tensor.clone() for tensor in snapshot.anchor]
         self.momentum = [t.clone() for t in snapshot.momentum] or [torch.zeros_like(t) for t in self.anchor]
-        assert self.digest == snapshot.digest
+        if self.digest != snapshot.digest:
+            raise Diverged(f"the state of round {snapshot.round} doesn't match its digest")
 
     def train(self) -> list[Tensor]:
         """An interval: what each tensor has moved by (anchor - local)."""
-        generator = torch.Generator().manual_seed(1000 * self.round + self.replica)
+        generator = torch.Generator().manual_seed(1000 * (self.round + 1000 * self.salt) + self.replica)
         return [0.1 * torch.randn(t.numel(), generator=generator) + 0.01 * t for t in self.anchor]
 
     def contribution(self, *, leaving: bool = False, **changes: Any) -> Contribution:
@@ -102,6 +107,7 @@ class Toy:
                     momentum = self.momentum[part.slot][part.start : part.stop]
                     momentum.mul_(0.9).add_(step)
                     self.anchor[part.slot][part.start : part.stop].sub_(momentum.mul(0.7))
+        self.controller = 0.5 * self.controller + outcome.mean_square_norm
         self.round += 1
         self.ended = not outcome.expected_next
         self.applied.append((outcome.round, self.digest))
@@ -109,14 +115,14 @@ class Toy:
     # -- the durable record
 
     def save(self, path: Path) -> None:
-        state = {"round": self.round, "anchor": self.anchor, "momentum": self.momentum, "ended": self.ended}
-        torch.save(state, path.with_suffix(".part"))
+        names = ("round", "anchor", "momentum", "ended", "controller")
+        torch.save({name: getattr(self, name) for name in names}, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
 
     @staticmethod
     def load(replica: int, path: Path, layout: Layout = LAYOUT) -> Toy:
         state = torch.load(path, weights_only=True)
-        return Toy(replica, layout, state["round"], state["anchor"], state["momentum"], state["ended"])
+        return Toy(replica, layout, **state)
 
 
 def run_toy(
@@ -143,6 +149,7 @@ def run_toy(
         left = False
         if not resumed:
             toy.adopt(got)
+            toy.ended = got.ended
         if save is not None and not save.exists():
             toy.save(save)
         if not resumed or collective.overtaken:
