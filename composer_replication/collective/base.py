@@ -96,6 +96,7 @@ class Snapshot:
     momentum: Sequence[Tensor]
     state: Mapping[str, Any]  # JSON values: controller state, plan, position
     digest: str
+    ended: bool = False  # nobody is expected any more: it is the run's last state
 
 
 class Collective(Protocol):

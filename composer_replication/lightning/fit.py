@@ -16,10 +16,11 @@ from composer_replication.adapter.driver import Closed, Driver
 from composer_replication.adapter.options import Options
 from composer_replication.adapter.tokens import count_tokens
 from composer_replication.collective.base import Collective
+from composer_replication.diloco.ranks.channel import Ranks
 from composer_replication.diloco.summary import FinalSummary
 from composer_replication.lightning import rates, state
 from composer_replication.lightning.data import forgets_its_place, unsharded_reasons
-from composer_replication.lightning.strategy import LocalReplicaStrategy
+from composer_replication.lightning.strategy import Replica
 from composer_replication.preview import RatePreview
 
 __all__ = ["Fit"]
@@ -35,20 +36,25 @@ class Fit(Driver):
         collective: Collective,
         options: Options,
         closed: Closed,
+        ranks: Ranks | None = None,
     ) -> None:
         self.trainer, self.module = trainer, module
         primary = _primary(trainer, options.optimizer)
         seed = shuffle_seed(self._loaders())
-        super().__init__(module, trainer.optimizers, primary, collective, options, closed, data_seed=seed)
+        super().__init__(module, trainer.optimizers, primary, collective, options, closed, data_seed=seed, ranks=ranks)
         self._previewer = rates.make_previewer(trainer, module, self.steps.optimizer)
 
     def _loaders(self) -> list[Any]:
         combined = self.trainer.fit_loop._combined_loader
         return list(combined.flattened) if combined is not None else []
 
+    def _unsharded_reasons(self) -> list[str]:
+        place = (self.trainer.global_rank, self.trainer.world_size) if self.ranks is not None else (0, 1)
+        return unsharded_reasons(self._loaders(), self.options.identity, place)
+
     def check_data(self, *, resumed: bool) -> None:
-        if isinstance(self.trainer.strategy, LocalReplicaStrategy):
-            for reason in unsharded_reasons(self._loaders(), self.options.identity):
+        if isinstance(self.trainer.strategy, Replica):
+            for reason in self._unsharded_reasons():
                 self.say(f"replicas may train on the same samples: a training loader isn't sharded; {reason}")
         if resumed and forgets_its_place(self.trainer, self._loaders()):
             self.say(
@@ -58,7 +64,7 @@ class Fit(Driver):
 
     def start(self, saved: Mapping[str, Any] | None) -> None:
         super().start(saved)
-        if saved is None and self.loop.round > 0:
+        if saved is None and self.loop.round > 0 and not self.loop.ended:
             self.say(
                 f"no checkpoint of its own: joined the fleet at round {self.loop.round}; its optimizer starts anew "
                 "(set checkpoint_dir, and fit(ckpt_path=latest_checkpoint(...)), to resume exactly)"
@@ -92,10 +98,13 @@ class Fit(Driver):
     def stop_training(self) -> None:
         self.trainer.should_stop = True
 
+    def told_to_stop(self) -> None:
+        self.trainer._signal_connector.received_sigterm = True
+
     def why_same_data(self) -> str:
-        reasons = unsharded_reasons(self._loaders(), self.options.identity)
+        reasons = self._unsharded_reasons()
         why = reasons[0] if reasons else "its sampler may ignore the replica's rank"
-        if not isinstance(self.trainer.strategy, LocalReplicaStrategy):
+        if not isinstance(self.trainer.strategy, Replica):
             why += "; strategy='local_replica' shards it"
         return why
 

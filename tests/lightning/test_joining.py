@@ -21,6 +21,7 @@ def same_bits(one: Tiny, other: Tiny) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:no checkpoint of its own")
 def test_a_replica_joins_and_ends_with_the_same_weights() -> None:
     store, under_way = MemoryStore(), threading.Event()
 
@@ -52,3 +53,23 @@ def test_a_replica_joins_and_ends_with_the_same_weights() -> None:
 def test_a_strict_fleet_admits_nobody() -> None:
     with pytest.raises(ValueError, match="further ones may join only under replica_failure_policy='skip'"):
         AutoLoCoCallback(MemoryStore(), replica=2, replicas=2, **FIXED)
+
+
+def test_coming_back_when_the_run_is_over() -> None:
+    """Without a checkpoint: nothing is trained, and the weights are the final ones."""
+    store = MemoryStore()
+
+    def replica(index: int, _: Any) -> tuple[Tiny, AutoLoCoCallback]:
+        module = Tiny(seed=index, scheduler=True)
+        ours = AutoLoCoCallback(store, replica=index, replicas=2, **FIXED)
+        trainer(ours, max_epochs=1).fit(module, loader(24))
+        return module, ours
+
+    (first, one), (second, _) = in_threads(2, replica)
+    for index in (1, 0):
+        module, ours = Tiny(seed=5, scheduler=True), AutoLoCoCallback(store, replica=index, replicas=2, **FIXED)
+        with pytest.warns(UserWarning, match="the run has finished, 3 rounds, 12 steps: nothing is trained here"):
+            trainer(ours, max_epochs=1).fit(module, loader(24))
+        assert module.seen == [] and same_bits(module, first) and same_bits(first, second)
+        assert ours.final is not None and one.final is not None and ours.final.digest == one.final.digest
+        assert ours.final.rounds == 3 and ours.rounds == []

@@ -23,7 +23,20 @@ from composer_replication.collective.reduce import part_sizes
 from composer_replication.errors import ObjectCorrupt, ObjectMissing
 from composer_replication.store.base import ObjectStore
 
-__all__ = ["Manifest", "collect_checkpoints", "commit", "digest_of", "latest_round", "read", "rounds", "write_blobs"]
+__all__ = [
+    "Abandoned",
+    "Manifest",
+    "Trace",
+    "collect_checkpoints",
+    "commit",
+    "commit_draft",
+    "digest_of",
+    "latest_round",
+    "put_draft",
+    "read",
+    "rounds",
+    "write_blobs",
+]
 
 Trace = Callable[[str], None]
 
@@ -37,13 +50,22 @@ class Manifest:
     data: bytes
 
 
-def write_blobs(store: ObjectStore, run: str, snapshot: Snapshot, trace: Trace) -> Manifest:
-    """Write a snapshot's tensors; gives the manifest, which is not written yet."""
+class Abandoned(Exception):
+    """Nobody wants the checkpoint any more."""
+
+
+def write_blobs(
+    store: ObjectStore, run: str, snapshot: Snapshot, trace: Trace, *, abandoned: Callable[[], bool] = lambda: False
+) -> Manifest:
+    """Write a snapshot's tensors; gives the manifest, which is not written yet. `abandoned` is asked before each chunk,
+    and ends it with Abandoned."""
     chunks: dict[str, list[list[Any]]] = {}
     for what, tensors in (("anchor", snapshot.anchor), ("momentum", snapshot.momentum)):
         facts: list[list[Any]] = []
         if len(tensors):
             for index, values in enumerate(_chunks(snapshot.layout, tensors)):
+                if abandoned():
+                    raise Abandoned
                 sizes = part_sizes(snapshot.layout.chunks[index])
                 payload = encode_chunk("float32", sizes, values, _fields(run, snapshot.round, what, index))
                 digest = content_hash(payload)
@@ -69,6 +91,24 @@ def commit(store: ObjectStore, manifest: Manifest, trace: Trace) -> None:
     trace("before:manifest")
     create(store, keys.manifest(manifest.round), manifest.data)
     trace("after:manifest")
+
+
+def put_draft(store: ObjectStore, manifest: Manifest, trace: Trace) -> None:
+    """Leave a manifest for `commit_draft`, by whoever it may be."""
+    trace("before:manifest")
+    store.put(keys.draft(manifest.round), manifest.data)
+    trace("after:manifest")
+
+
+def commit_draft(store: ObjectStore, round: int, digest: str, trace: Trace) -> None:
+    """Make a checkpoint of the draft that was left for `round`, if it is of the state with this digest."""
+    key = keys.draft(round)
+    try:
+        data = store.get(key, max_bytes=MAX_POINTER_BYTES)
+        if load(data, key).get("digest") == digest:
+            commit(store, Manifest(round, digest, data), trace)
+    except (ObjectMissing, ObjectCorrupt):
+        return  # the rounds that led there are in the store still
 
 
 def rounds(store: ObjectStore) -> list[int]:

@@ -27,9 +27,8 @@ def first_state(
     wait: Callable[[], None],
     trace: Callable[[str], None],
 ) -> Snapshot:
-    """The fleet's newest checkpoint. The lowest id writes the first one; the others `wait` for it."""
-    if there(store, keys.FINAL):
-        raise FleetMismatch(f"{store.uri} holds a run that has finished: choose another prefix for a new one")
+    """The fleet's newest checkpoint: of a run that is over, its last state. The lowest id writes the first one; the
+    others `wait` for it."""
     if offered.round != 0:
         raise ValueError(f"a fresh start offers round 0, got {offered.round}")
     while True:

@@ -23,6 +23,7 @@ __all__ = [
     "claims",
     "closed",
     "incarnation_of",
+    "draft",
     "input_chunk",
     "inputs",
     "is_blob",
@@ -139,6 +140,11 @@ def checkpoint_blob(round: int, content_hash: str) -> str:
 
 def manifest(round: int) -> str:
     return f"{checkpoint(round)}manifest.json"
+
+
+def draft(round: int) -> str:
+    """The manifest of the last state, until all have ended in it."""
+    return f"{checkpoint(round)}draft.json"
 
 
 def manifest_round(key: str) -> int | None:

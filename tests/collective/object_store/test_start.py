@@ -19,7 +19,7 @@ from composer_replication.collective.layout import Layout, Slot
 from composer_replication.collective.object_store import ObjectStoreCollective, fleet, keys
 from composer_replication.collective.object_store.fleet import Process, claim_replica, numerics_probe, this_process
 from composer_replication.collective.object_store.status import read_status, rounds_log
-from composer_replication.errors import Fenced, FleetMismatch, ReplicaTaken, RoundTimeout
+from composer_replication.errors import Fenced, FleetMismatch, ReplicaTaken, RoundError, RoundTimeout
 from composer_replication.store import MemoryStore
 from tests.collective.conformance import MIXED, SCALAR, begin, contribution, digest, snapshot
 from tests.collective.object_store.helpers import Fleet, attempt, join, scalar
@@ -240,16 +240,40 @@ def test_resuming_from_a_state_that_is_not_the_fleets() -> None:
                 join(two.store, 1, 2).start(foreign, settings=SETTINGS, resumed=True)
 
 
-def test_a_prefix_whose_run_has_finished() -> None:
+def test_a_run_that_has_finished_gives_its_last_state() -> None:
+    """Whoever comes back without a checkpoint, or for the first time."""
     store = MemoryStore()
     with Fleet(1, store) as one:
         outcome = one.round(0, {0: 1.0}, leaving=True)[0]
         assert outcome.expected_next == ()
-        one.all[0].applied(lambda: snapshot(SCALAR, 1))
-        one.all[0].finish("end", {"loss": 1.0})
-    assert json.loads(store.get("final.json"))["digest"] == "end"
-    with pytest.raises(FleetMismatch, match="has finished: choose another prefix"):
-        begin(join(store, 0, 1), SCALAR)
+        one.all[0].applied(lambda: snapshot(SCALAR, 1, torch.tensor([7.0])))
+        one.all[0].finish(digest(1), {"loss": 1.0})
+    assert json.loads(store.get("final.json"))["digest"] == digest(1)
+    for _ in range(2):
+        back = join(store, 0, 1)
+        got = back.start(snapshot(SCALAR, 0), settings=SETTINGS, resumed=False)
+        assert got.ended and got.round == 1 and got.anchor[0].item() == 7.0
+        with pytest.raises(RoundError, match="has left the run"):
+            back.average(contribution(0, 1, SCALAR, torch.ones(1)))
+        back.finish(digest(1), {})
+        back.close()
+    with pytest.raises(FleetMismatch, match="codec"):
+        begin(join(store, 0, 1, codec="int8"), SCALAR)
+
+
+def test_the_last_checkpoint_is_for_a_unanimous_end() -> None:
+    with Fleet(2) as two:
+        two.round(0, {0: 1.0, 1: 1.0}, leaving=True)
+        for collective, end in zip(two.all, (digest(1), "other"), strict=True):
+            collective.applied(lambda end=end: replace(snapshot(SCALAR, 1), digest=end))
+            collective.finish(end, {})
+        assert keys.manifest(1) not in two.store.list("checkpoints/")
+        # Whoever comes now applies the last round itself.
+        back = Fleet(2, two.store).all[0]
+        two.all[0].close()
+        got = back.start(snapshot(SCALAR, 0), settings=SETTINGS, resumed=False)
+        assert not got.ended and got.round == 0
+        back.close()
 
 
 def test_final_is_for_a_unanimous_end() -> None:
@@ -279,11 +303,13 @@ def test_checkpoints_are_for_joiners_and_blobs_are_collected() -> None:
     blobs = {keys.round_of(key) for key in every if "/in/" in key or "/out/" in key}
     assert min(round for round, _ in blobs) >= 8 and len(blobs) <= 6, blobs  # type: ignore[misc]
     manifests = [keys.manifest_round(key) for key in store.list("checkpoints/")]
-    assert [m for m in manifests if m is not None] == [0, 2, 4, 6, 8, 10, 12]
+    assert [m for m in manifests if m is not None] == [0, 2, 4, 6, 8, 10, 12, 14]
     contents = {key.split("/")[1] for key in store.list("checkpoints/") if keys.manifest_round(key) is None}
-    assert contents == {"00000010", "00000012"}, "two generations of contents are kept"
-    # A newcomer joins at the newest one and follows to the end, to the same bits.
-    store.delete(["final.json"])
+    assert contents == {"00000010", "00000012", "00000014"}, "two generations of contents are kept, and the end"
+    # A newcomer joins at the newest one and follows to the end, to the same bits; when all is over, at the end itself.
+    late = run_toy(Toy.fresh(2), join(store, 2, 3, checkpoint_every=2, mode="sharded"), 14)
+    assert late.digest == toys[0].digest and late.applied == []
+    store.delete(["final.json", keys.manifest(14)])
     late = run_toy(Toy.fresh(1), join(store, 1, 3, checkpoint_every=2, mode="sharded"), 14)
     assert late.digest == toys[0].digest and late.applied[0][0] == 12
 
