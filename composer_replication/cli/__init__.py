@@ -29,6 +29,8 @@ commands, in the order in which you may want them:
       check everything, show the recipe with its defaults filled in, start nothing
   composer-replication status file:///shared/run1 --watch
       watch a run through its store, from anywhere that can read it
+  composer-replication gc file:///shared/run1
+      what of a run nobody can need any more (a dry run; --delete deletes it)
   composer-replication export file:///shared/run1 -o model.safetensors
       the shared weights, verified, under the model's own names
 

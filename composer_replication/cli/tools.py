@@ -25,6 +25,22 @@ Frozen parameters are never sent, so they aren't in the store: load with strict=
 exit code: 0 written, 2 nothing was written, with the reason.
 """
 
+_GC = """\
+examples:
+  composer-replication gc s3://bucket/runs/one
+  composer-replication gc s3://bucket/runs/one --delete
+  composer-replication gc s3://bucket/runs/one --only-final --delete
+
+Shows what of a run nobody can need any more, and deletes it with --delete. Running fleets tidy up behind themselves;
+this is for what killed ones have left, and for finished runs. Only blobs (contributions, means, contents of
+checkpoints) ever go, of this one run; the small objects that say what was decided stay.
+
+Of a run that isn't finished: rounds before the safe window, which is the newest checkpoint, or the last round that all
+expected replicas took part in if that is earlier, less 2 rounds; and contents of checkpoints before the two newest. Of
+a finished one: all rounds before its newest checkpoint. --before never reaches beyond that.
+
+exit code: 0 shown, or deleted; 2 refused, with the reason.
+"""
 
 Command = Callable[[str, str, str], argparse.ArgumentParser]
 
@@ -36,6 +52,14 @@ def _place(parser: argparse.ArgumentParser) -> None:
 
 def add_tools(command: Command) -> None:
     """Add the commands to the parser; `command(name, summary, epilog)` makes one."""
+    gc = command("gc", "show, or delete, what of a run nobody can need any more", _GC)
+    _place(gc)
+    gc.add_argument("--delete", action="store_true", help="delete it (without this: a dry run)")
+    gc.add_argument("--before", type=int, metavar="ROUND", help="blobs of rounds before this one only")
+    gc.add_argument("--only-final", action="store_true", help="of a finished run: keep its newest checkpoint only")
+    gc.add_argument("--list", action="store_true", help="name every object that may go")
+    gc.add_argument("--json", action="store_true", help="for programs: one JSON object")
+
     export = command("export", "write a run's shared weights to a file", _EXPORT)
     _place(export)
     export.add_argument("-o", "--output", required=True, metavar="FILE", help="ends in .safetensors, .pt or .pth")
@@ -57,6 +81,18 @@ def run_tool(args: argparse.Namespace) -> int | None:
             round=args.round,
             wide=args.float32,
             overwrite=args.overwrite,
+            as_json=args.json,
+        )
+    if args.command == "gc":
+        from composer_replication.cli.gc import gc
+
+        return gc(
+            args.uri,
+            control=args.control,
+            delete=args.delete,
+            before=args.before,
+            only_final=args.only_final,
+            listed=args.list,
             as_json=args.json,
         )
     return None

@@ -29,7 +29,10 @@ class Model(nn.Module):
         self.head = nn.Linear(8, 50, bias=False)
         self.head.weight = self.embed.weight
         self.base.requires_grad_(False)
+        generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(generator=generator)
             self.base.weight.fill_(0.5)
             self.base.bias.zero_()
 
