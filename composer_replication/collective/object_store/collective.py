@@ -28,6 +28,7 @@ from composer_replication.collective.object_store.ending import close_run
 from composer_replication.collective.object_store.events import Closed, Fail, Job, Timing
 from composer_replication.collective.object_store.failures import round_error
 from composer_replication.collective.object_store.fleet import agree_on_fleet, claim_replica
+from composer_replication.collective.object_store.forecast import forecast
 from composer_replication.collective.object_store.garbage import Collector
 from composer_replication.collective.object_store.heartbeat import Heartbeat
 from composer_replication.collective.object_store.history import closed_roster, has_left, plan_at
@@ -37,7 +38,7 @@ from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.requests import Requests, create
 from composer_replication.collective.object_store.roster import Mode, Plan, Policy
 from composer_replication.collective.object_store.round import State
-from composer_replication.collective.object_store.shards import ShardWork, Trace
+from composer_replication.collective.object_store.shards import ShardWork, Trace, input_sizes
 from composer_replication.collective.object_store.waiting import backed_off, duration, seen, telling, watching
 from composer_replication.collective.object_store.wire import dump
 from composer_replication.errors import (
@@ -200,6 +201,7 @@ class ObjectStoreCollective:
         # of the present round
         self._work: ShardWork | None = None
         self._roster: Roster | None = None
+        self._incarnations: dict[int, int] = {}  # of the others, as they were last seen
         self._pending: Manifest | None = None
         self._layouts: set[str] = set()
         self._left = False
@@ -336,6 +338,17 @@ class ObjectStoreCollective:
             replica=self._replica,
             incarnation=self._incarnation,
             contribution=contribution,
+            forecast=forecast(
+                self._policy.mode,
+                plan.expected,
+                self._replica,
+                round,
+                input_sizes(self._codec, self._run, round, layout, self._replica),
+            ),
+            incarnations=self._incarnations,
+            poll_seconds=self._timing.poll_seconds,
+            max_poll_seconds=self._timing.max_poll_seconds,
+            sleep=self._sleep,
             trace=self._trace,
             guards=self._policy.guards,
         )
@@ -398,6 +411,7 @@ class ObjectStoreCollective:
         roster, plan = closed.roster, self._plan
         assert plan is not None and self._heart is not None and self._collector is not None
         self._roster = roster
+        self._incarnations |= closed.incarnations
         reports = (*roster.members, *roster.others)
         self._left = self._left or any(r.replica == self._replica and r.leaving for r in reports)
         self._plan = Plan(
@@ -517,6 +531,9 @@ class ObjectStoreCollective:
         self._check_fence()
         if self._interrupted is not None and self._interrupted():
             raise Interrupted(f"replica {self._replica} was asked to stop while it waited for the others")
+        if self._work is not None and self._work.active:
+            self._work.wait(seconds)  # not for others, but for this replica's own transfers
+            return
         began = self._clock()
         self._sleep(seconds)
         self._waited += self._clock() - began

@@ -46,15 +46,18 @@ def drive(
     jitter: random.Random,
     waits: Callable[[State], None],
 ) -> Done | Fail:
-    """Run one round to its end. `pause` sleeps, and raises when this process is to stop waiting; `waits` is called
-    before each pause."""
-    state, action = advance(begin(job), Started(), clock())
-    while not isinstance(action, Done | Fail):
-        if isinstance(action, Sleep):
-            waits(state)
-        event = _act(action, work, store, pause, trace, jitter)
-        state, action = advance(state, event, clock())
-    return action
+    """Run one round to its end. `pause` waits for `work`, and raises when this process is to stop waiting; `waits` is
+    called before each pause. No thread of `work` is left afterwards."""
+    try:
+        state, action = advance(begin(job), Started(), clock())
+        while not isinstance(action, Done | Fail):
+            if isinstance(action, Sleep):
+                waits(state)
+            event = _act(action, work, store, pause, trace, jitter)
+            state, action = advance(state, event, clock())
+        return action
+    finally:
+        work.settle()
 
 
 def _act(
@@ -82,15 +85,9 @@ def _act(
         case Upload(attempt):
             return work.upload(attempt)
         case Reduce():
-            trace("before:reduce")
-            reduced = work.reduce(action)
-            trace("after:reduce")
-            return reduced
+            return work.reduce(action)
         case Fetch():
-            trace("before:fetch")
-            fetched = work.fetch(action)
-            trace("after:fetch")
-            return fetched
+            return work.fetch(action)
         case Sleep(seconds):
             # Jitter only ever shortens, so that a deadline isn't slept past; replicas stop asking in step.
             pause(seconds * (0.5 + 0.5 * jitter.random()))

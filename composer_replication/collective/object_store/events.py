@@ -5,7 +5,9 @@ Invariant: frozen values; an action says all that is needed to carry it out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from composer_replication.collective.base import Report
@@ -14,6 +16,7 @@ from composer_replication.collective.object_store.roster import Plan, Policy
 
 __all__ = [
     "Action",
+    "Busy",
     "Closed",
     "Create",
     "Done",
@@ -53,6 +56,8 @@ class Timing:
     takeover_seconds: float
     poll_seconds: float
     max_poll_seconds: float
+    # Under skip, where enough are there: how long the others are waited for, if that is less than timeout_seconds.
+    patience_seconds: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,10 @@ class Create:
     step: str  # ready | roster | mean | late: names the step for people and for fault tests
 
 
+# Upload, Reduce and Fetch take long. They are begun when they are given first, and answered Busy until they are done;
+# whoever wants the answer gives the same action again.
+
+
 @dataclass(frozen=True, slots=True)
 class Upload:
     """Encode and write this replica's chunks under this attempt."""
@@ -116,6 +125,8 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
+    """At most so long: it may end as soon as something that was Busy is done."""
+
     seconds: float
 
 
@@ -127,6 +138,9 @@ class Closed:
     roster: Roster
     roster_hash: str
     chunks: tuple[ChunkFact, ...]
+    # seconds after this replica's own contribution at which each other one's was seen, of those that took part
+    lateness: Mapping[int, float] = field(default_factory=dict[int, float])
+    incarnations: Mapping[int, int] = field(default_factory=dict[int, int])  # of the others, where their ready was read
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +182,11 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
+class Busy:
+    """It has begun, and isn't done."""
+
+
+@dataclass(frozen=True, slots=True)
 class Uploaded:
     chunks: tuple[ChunkFact, ...]
 
@@ -203,4 +222,4 @@ class Woke:
     pass
 
 
-Event = Started | Found | Missing | Written | Uploaded | Reduced | Spoiled | Fetched | Unfetched | Woke
+Event = Started | Found | Missing | Written | Busy | Uploaded | Reduced | Spoiled | Fetched | Unfetched | Woke

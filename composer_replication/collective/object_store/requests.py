@@ -6,6 +6,7 @@ itself has tried again for long enough.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -47,11 +48,12 @@ def create(store: ObjectStore, key: str, data: Buffer) -> None:
 
 
 class Requests:
-    """An ObjectStore over another one."""
+    """An ObjectStore over another one; several threads may use it."""
 
     def __init__(self, store: ObjectStore, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._store = store
         self._sleep = sleep
+        self._lock = threading.Lock()
         self.count: Counter[str] = Counter()
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -62,21 +64,21 @@ class Requests:
 
     def put(self, key: str, data: Buffer) -> None:
         self._try("put", lambda: self._store.put(key, data))
-        self.bytes_sent += len(data)
+        self._add(sent=len(data))
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
         # A second try may be refused by the first one's success: callers read back what the store holds.
         self._try("create", lambda: self._store.put_if_absent(key, data))
-        self.bytes_sent += len(data)
+        self._add(sent=len(data))
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
         data = self._try("get", lambda: self._store.get(key, max_bytes=max_bytes))
-        self.bytes_received += len(data)
+        self._add(received=len(data))
         return data
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         data = self._try("get", lambda: self._store.get_range(key, start, stop))
-        self.bytes_received += len(data)
+        self._add(received=len(data))
         return data
 
     def list(self, prefix: str) -> list[str]:
@@ -86,9 +88,15 @@ class Requests:
         names = list(keys)
         self._try("delete", lambda: self._store.delete(names))
 
+    def _add(self, sent: int = 0, received: int = 0) -> None:
+        with self._lock:
+            self.bytes_sent += sent
+            self.bytes_received += received
+
     def _try(self, kind: str, call: Callable[[], _T]) -> _T:
         for pause in (*RETRY_SECONDS, None):
-            self.count[kind] += 1
+            with self._lock:
+                self.count[kind] += 1
             try:
                 return call()
             except (ObjectMissing, ObjectExists, ObjectCorrupt, StoreRefused, StoreUnavailable):

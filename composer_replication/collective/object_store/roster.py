@@ -16,9 +16,22 @@ from composer_replication.collective.membership import select_members
 from composer_replication.collective.object_store.pointers import Ready, Roster
 from composer_replication.collective.object_store.wire import pointer_hash
 
-__all__ = ["DIRECT_BYTES", "OTHER_TENSORS", "Declared", "Plan", "Policy", "propose", "shard_chunks", "takeover_order"]
+__all__ = [
+    "DIRECT_BYTES",
+    "OTHER_TENSORS",
+    "Declared",
+    "Plan",
+    "Policy",
+    "divide",
+    "propose",
+    "shard_chunks",
+    "shard_range",
+    "takeover_order",
+]
 
 DIRECT_BYTES = 4 * 1024 * 1024  # up to this payload a replica, reading everything is faster than two more phases
+MAX_SHARES = 8  # shards that one owner has at most
+MAX_SHARDS = 64  # of a round, unless it has more members: each shard is a pointer, which everyone reads
 
 OTHER_TENSORS = "it trained other tensors"  # why a replica isn't averaged, in select_members's words
 
@@ -34,11 +47,12 @@ class Policy:
     min_replicas: int
     tolerated_misses: int = 1
     mode: Mode = "auto"
+    first_round: int = 0  # of the run, or of the epoch
     guards: Guards = field(default_factory=Guards)
 
     def needed(self, expected: Sequence[int], round: int) -> int:
         """How many must be there to close a round without the rest."""
-        if self.strict or round == 0:  # a lone or fresh replica is never the authority
+        if self.strict or round == self.first_round:  # a lone or fresh replica is never the authority
             return len(expected)
         return min(self.min_replicas, len(expected))
 
@@ -122,8 +136,8 @@ def propose(
             odd = {r for r, report in reports.items() if r not in differing and report.layout != usual}
             differing |= dict.fromkeys(odd, OTHER_TENSORS)
     sound = {replica: report for replica, report in reports.items() if replica not in differing}
-    # Round 0 asks whether everyone has come, which a culprit has too; later rounds ask for enough to average.
-    here = {*sound, *((*banned, *odd) if plan.round == 0 else ())}
+    # The first round asks whether everyone has come, which a culprit has too; later ones ask for enough to average.
+    here = {*sound, *((*banned, *odd) if plan.round == policy.first_round else ())}
     if sum(1 for replica in plan.expected if replica in here) < policy.needed(plan.expected, plan.round):
         return _abort(blank, missing, {}, "too few replicas were ready in time")
 
@@ -134,14 +148,14 @@ def propose(
     absent |= {replica: "not ready in time" for replica in missing}
     absent |= {**differing, **damaged, **banned}
     misses, expected_next = _next_expected(plan, policy, sound, late)
-    if policy.mode == "auto":
-        payload = sum(fact.size for fact in declared[members[0].replica].ready.chunks) if members else 0
-        direct = len(members) <= 2 or payload <= DIRECT_BYTES
-    else:
-        direct = policy.mode == "direct"
-    chunks = len(declared[members[0].replica].ready.chunks) if members else 0
-    shards = 1 if direct else max(1, min(len(members), chunks))
-    order = takeover_order(tuple(report.replica for report in members), plan.round) if members else ()
+    facts = declared[members[0].replica].ready.chunks if members else ()
+    direct, owners = divide(
+        policy.mode,
+        tuple(report.replica for report in members),
+        plan.round,
+        chunks=len(facts),
+        payload_bytes=sum(fact.size for fact in facts),
+    )
     return Roster(
         run=plan.run,
         round=plan.round,
@@ -152,8 +166,8 @@ def propose(
         base=base,
         layout=members[0].layout if members else "",
         mode="direct" if direct else "sharded",
-        shards=shards if members else 0,
-        owners=tuple(order[shard % len(order)] for shard in range(shards)) if members else (),
+        shards=len(owners),
+        owners=owners,
         members=members,
         hashes=tuple(declared[report.replica].hash for report in members),
         others=tuple(report for report in sound.values() if report not in members),
@@ -190,6 +204,29 @@ def takeover_order(members: tuple[int, ...], round: int) -> tuple[int, ...]:
     return members[first:] + members[:first]
 
 
-def shard_chunks(roster: Roster, shard: int, chunks: int) -> range:
+def divide(
+    mode: Mode, members: tuple[int, ...], round: int, *, chunks: int, payload_bytes: int
+) -> tuple[bool, tuple[int, ...]]:
+    """How a round's work is shared out: whether everyone reads everything (direct), and the owner of each shard.
+
+    Neighbouring shards belong to one owner, so that parts differ by one chunk at most. An owner has several shards
+    where there are chunks enough: the first can be fetched while the others are still being averaged.
+    """
+    if not members:
+        return mode != "sharded", ()
+    direct = mode == "direct" or (mode == "auto" and (len(members) == 1 or payload_bytes <= DIRECT_BYTES))
+    count = len(members)
+    shares = max(1, min(MAX_SHARES, MAX_SHARDS // count))
+    shards = 1 if direct else max(1, min(count * shares, chunks))
+    order = takeover_order(members, round)
+    return direct, tuple(order[shard * count // shards] for shard in range(shards))
+
+
+def shard_range(shards: int, shard: int, chunks: int) -> range:
     """The chunks of a shard: runs of nearly equal length."""
-    return range(shard * chunks // roster.shards, (shard + 1) * chunks // roster.shards)
+    return range(shard * chunks // shards, (shard + 1) * chunks // shards)
+
+
+def shard_chunks(roster: Roster, shard: int, chunks: int) -> range:
+    """The chunks of a roster's shard."""
+    return shard_range(roster.shards, shard, chunks)

@@ -11,17 +11,21 @@ Invariant: every decision is a function of pointers read back from the store, an
          ▼
        gather ─► learn ─► reduce ─► verdict ─► fetch ─► … ─► (late) ─► Done
          │ void: the next attempt, or Fail under strict
+
+Several shards are on their way at a time: a reduce or fetch that is Busy is left, and asked for in the next look. The
+order in which shards come doesn't matter; that all of them do comes before Done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.events import (
     Action,
+    Busy,
     Closed,
     Create,
     Done,
@@ -57,15 +61,17 @@ from composer_replication.collective.object_store.roster import OTHER_TENSORS, D
 from composer_replication.collective.object_store.wire import pointer_hash
 from composer_replication.errors import ObjectCorrupt
 
-__all__ = ["MAX_FETCHES", "State", "advance", "begin"]
+__all__ = ["MAX_FETCHES", "State", "advance", "begin", "deadline_of"]
 
 MAX_FETCHES = 5  # looks at a blob before it is given up
+AVERAGING = 2  # shards that are averaged at a time: one is computed while the other is written
+FETCHING = 4  # shards that are fetched at a time; while so many are, nobody's next one is asked for
 
 
 # -- the state
 
 Phase = Literal[
-    "start", "look", "own", "upload", "declare", "wait", "last", "commit", "committed",
+    "start", "look", "own", "upload", "uploading", "declare", "wait", "last", "commit", "committed",
     "gather", "learn", "reduce", "verdict", "ruled", "fetch", "late", "asleep", "over",
 ]  # fmt: skip
 
@@ -86,16 +92,22 @@ class State:
     late: frozenset[int] = frozenset()
     banned: Mapping[int, str] = field(default_factory=dict[int, str])
     waiting_since: float | None = None
+    arrivals: Mapping[int, float] = field(default_factory=dict[int, float])  # seconds after this replica's own ready
     # agreed
     roster: Roster | None = None
     roster_hash: str = ""
     roster_since: float = 0.0
     verdicts: Mapping[int, Verdict] = field(default_factory=dict[int, Verdict])
     fetched: frozenset[int] = frozenset()
+    reducing: frozenset[int] = frozenset()  # shards whose averaging has begun
+    fetching: frozenset[int] = frozenset()
+    looks: Mapping[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
+    # ^ of a shard that wasn't there: when that was, and how long to leave it
     shard: int = 0
     learning: int = 0  # whose ready is being read
     tries: int = 0
-    repaired: bool = False
+    failures: Mapping[int, int] = field(default_factory=dict[int, int])  # to get a shard
+    repaired: frozenset[int] = frozenset()  # shards that were averaged again, for want of their mean
 
     @property
     def awaited(self) -> tuple[int, ...]:
@@ -122,9 +134,13 @@ def advance(state: State, event: Event, now: float) -> Step:
         case "own":
             return _after_own(state, event, now)
         case "upload":
+            if isinstance(event, Busy):
+                return replace(state, phase="uploading"), Sleep(state.job.timing.max_poll_seconds)
             assert isinstance(event, Uploaded)
             blobs = (state.attempt, state.job.incarnation)
             return _declare(replace(state, uploaded=event.chunks, blobs=blobs))
+        case "uploading":
+            return replace(state, phase="upload"), Upload(state.attempt)
         case "declare":
             return _own(state)  # what the store holds counts: it may be an earlier process's
         case "wait" | "last":
@@ -280,20 +296,37 @@ def _collect(state: State, event: Event, now: float) -> Step:
         if what == "roster":
             return _enter(state, event.data, now)
         if what == "ready":
-            state = _take(state, replica, event.data)
+            state = _arrived(_take(state, replica, event.data), (replica,), now)
         elif _stays(state, replica, event.data):
             state = replace(state, late=state.late | {replica})
     if rest:
         return _next(state)
     if state.phase != "wait":
-        return _commit(state)
+        return _commit(state, now)
     if state.contributed is None:
         return _sleep(state, now)
-    assert state.waiting_since is not None
-    deadline = state.waiting_since + state.job.timing.timeout_seconds
+    deadline = deadline_of(state)
     if state.awaited and now < deadline:
         return _sleep(state, now, deadline)
-    return _last_look(state)
+    return _last_look(state, now)
+
+
+def deadline_of(state: State) -> float:
+    """Until when the missing are waited for: not so long where the round can close without them."""
+    plan, policy, timing = state.job.plan, state.job.policy, state.job.timing
+    assert state.waiting_since is not None
+    here = sum(1 for replica in plan.expected if replica in state.declared)
+    enough = not policy.strict and here >= policy.needed(plan.expected, plan.round)
+    seconds = min(timing.patience_seconds, timing.timeout_seconds) if enough else timing.timeout_seconds
+    return state.waiting_since + seconds
+
+
+def _arrived(state: State, replicas: Iterable[int], now: float) -> State:
+    """Note when contributions were seen first, at whichever attempt that was."""
+    if state.waiting_since is None:
+        return state
+    new = {r: now - state.waiting_since for r in replicas if r != state.job.replica and r not in state.arrivals}
+    return replace(state, arrivals={**new, **state.arrivals}) if new else state
 
 
 def _stays(state: State, replica: int, data: bytes) -> bool:
@@ -306,7 +339,7 @@ def _stays(state: State, replica: int, data: bytes) -> bool:
     return ready.report is None or not ready.report.leaving
 
 
-def _last_look(state: State) -> Step:
+def _last_look(state: State, now: float) -> Step:
     """Before proposing: each missing ready once more, those who aren't expected, and who announced itself."""
     job = state.job
     queue = tuple(("ready", replica) for replica in state.awaited)
@@ -316,11 +349,11 @@ def _last_look(state: State) -> Step:
         if job.plan.round > 0:
             queue += tuple(("late", replica) for replica in outside)
     if not queue:
-        return _commit(state)
+        return _commit(state, now)
     return _next(replace(state, phase="last", queue=queue))
 
 
-def _commit(state: State) -> Step:
+def _commit(state: State, now: float) -> Step:
     job = state.job
     proposal = propose(
         job.plan,
@@ -332,6 +365,10 @@ def _commit(state: State) -> Step:
         banned=state.banned,
         writer=(job.replica, job.incarnation),
     )
+    assert state.waiting_since is not None
+    latest = state.waiting_since + job.timing.timeout_seconds
+    if proposal.kind == "abort" and not job.policy.strict and state.awaited and now < latest:
+        return _sleep(state, now, latest)  # who is still missing may make it a round
     if proposal.kind == "roster" and proposal.base != job.plan.base:
         return _fail(state, "diverged", "most of the fleet starts this round from another state")
     return replace(state, phase="commit"), Create(_roster_key(state), dump_roster(proposal), "roster")
@@ -344,9 +381,7 @@ def _enter(state: State, data: bytes, now: float) -> Step:
     """Check what the store holds, whoever wrote it."""
     job, plan = state.job, state.job.plan
     roster = parse_roster(data, _roster_key(state), run=plan.run, round=plan.round, attempt=state.attempt)
-    state = replace(
-        state, roster=roster, roster_hash=pointer_hash(data), roster_since=now, pause=0.0, tries=0, repaired=False
-    )
+    state = replace(state, roster=roster, roster_hash=pointer_hash(data), roster_since=now, pause=0.0, tries=0)
     if roster.kind == "sealed":
         return _fail(state, "sealed", roster.reason)
     if roster.kind == "abort":
@@ -361,24 +396,84 @@ def _enter(state: State, data: bytes, now: float) -> Step:
         return _fail(state, "diverged", "the fleet starts this round from another state")
     if roster.members and roster.layout != job.layout:
         return _fail(state, "mismatch", roster.layout)
+    state = _arrived(state, roster.present, now)  # who came between the last look and the roster
     if not roster.members:
         return _finish(state)
     return _gather(state, now)
 
 
 def _gather(state: State, now: float) -> Step:
-    """One look at each shard that isn't here yet."""
+    """One look at everything that isn't here yet: what was begun, then the first open shard of each owner."""
     assert state.roster is not None
-    queue = tuple(("mean", shard) for shard in range(state.roster.shards) if shard not in state.fetched)
-    return _next_shard(replace(state, queue=queue), now)
+    begun = tuple(("begun", shard) for shard in sorted(state.reducing | state.fetching))
+    return _next_shard(replace(state, queue=begun + tuple(("mean", shard) for shard in _open(state))), now)
+
+
+def _open(state: State) -> list[int]:
+    """The shards to ask for: what is decided and isn't here; and of each owner, who goes through its own in order, the
+    first that isn't decided (of this replica's own, as many as it averages at a time)."""
+    roster = state.roster
+    assert roster is not None
+    found: list[int] = []
+    per_owner: dict[int, int] = {}
+    for shard in range(roster.shards):
+        if shard in state.fetched or shard in state.fetching:
+            continue
+        owner = roster.owners[shard]
+        if shard not in state.verdicts:
+            per_owner[owner] = per_owner.get(owner, 0) + 1
+            if per_owner[owner] > (AVERAGING if owner == state.job.replica else 1):
+                continue
+        if shard not in state.reducing:
+            found.append(shard)
+    return found
 
 
 def _next_shard(state: State, now: float) -> Step:
-    if state.queue:
-        shard = state.queue[0][1]
-        return replace(state, phase="gather", shard=shard), Read(_mean_key(state, shard))
-    assert state.roster is not None
-    return _finish(state) if len(state.fetched) == state.roster.shards else _sleep(state, now)
+    roster = state.roster
+    assert roster is not None
+    while state.queue:
+        what, shard = state.queue[0]
+        state = replace(state, shard=shard)
+        if what == "begun":
+            return _reduce(state, now) if shard in state.reducing else _fetch(state)
+        if _due(state, shard, now) and _has_room(state, shard, now):
+            if shard in state.verdicts:
+                return _fetch(state)
+            return replace(state, phase="gather"), Read(_mean_key(state, shard))
+        state = replace(state, queue=state.queue[1:])
+    if len(state.fetched) == roster.shards:
+        return _finish(state)
+    ready = [shard for shard in _open(state) if _has_room(state, shard, now)]
+    if any(_due(state, shard, now) for shard in ready):
+        return _gather(state, now)  # what has been found, or has ended, makes room
+    times = [since + pause - now for since, pause in (state.looks[shard] for shard in ready)]
+    seconds = min((*times, state.job.timing.max_poll_seconds))
+    return replace(state, phase="asleep"), Sleep(max(seconds, 0.0))
+
+
+def _due(state: State, shard: int, now: float) -> bool:
+    since, pause = state.looks.get(shard, (now, 0.0))
+    return now >= since + 0.5 * pause  # a driver shortens its sleeps at random, down to half
+
+
+def _has_room(state: State, shard: int, now: float) -> bool:
+    """Could something be done about it, if it were there, or if it weren't?"""
+    if shard not in state.verdicts and _my_turn(state, shard, now):
+        return len(state.reducing) < AVERAGING
+    return len(state.fetching) < FETCHING
+
+
+def _later(state: State, shard: int, now: float) -> State:
+    """Leave a shard alone for a while, each time for longer."""
+    timing = state.job.timing
+    pause = min(max(state.looks.get(shard, (0.0, 0.0))[1] * 1.5, timing.poll_seconds), timing.max_poll_seconds)
+    return replace(state, looks={**state.looks, shard: (now, pause)})
+
+
+def _past(state: State) -> State:
+    """Done with the first of the queue."""
+    return replace(state, queue=state.queue[1:])
 
 
 def _my_turn(state: State, shard: int, now: float) -> bool:
@@ -390,22 +485,21 @@ def _my_turn(state: State, shard: int, now: float) -> bool:
     order = takeover_order(tuple(report.replica for report in roster.members), roster.round)
     place = len(order)
     if state.job.replica in order:
-        place = (order.index(state.job.replica) - shard) % len(order)
+        place = (order.index(state.job.replica) - order.index(roster.owners[shard])) % len(order)
     return now >= state.roster_since + place * state.job.timing.takeover_seconds
 
 
 def _gathered(state: State, event: Event, now: float) -> Step:
     if state.phase == "learn":
         return _learned(state, event, now)
-    state = replace(state, queue=state.queue[1:])
     if isinstance(event, Found):
         return _ruled(state, event.data, now)
     if _my_turn(state, state.shard, now):
-        return _reduce(state)
-    return _next_shard(state, now)
+        return _reduce(state, now)
+    return _next_shard(_past(_later(state, state.shard, now)), now)
 
 
-def _reduce(state: State) -> Step:
+def _reduce(state: State, now: float) -> Step:
     """Average a shard; first the members' readies, if they aren't known."""
     roster = state.roster
     assert roster is not None
@@ -414,7 +508,15 @@ def _reduce(state: State) -> Step:
         if known is None or known.hash != wanted:
             return replace(state, phase="learn", learning=report.replica), Read(_ready_key(state, report.replica))
     readies = tuple(state.declared[report.replica].ready for report in roster.members)
-    return replace(state, phase="reduce"), Reduce(state.attempt, roster, state.shard, readies)
+    reducing = state.reducing | {state.shard}
+    return replace(state, phase="reduce", reducing=reducing), Reduce(state.attempt, roster, state.shard, readies)
+
+
+def _fetch(state: State) -> Step:
+    """Get a decided shard."""
+    assert state.roster is not None
+    fetch = Fetch(state.attempt, state.roster, state.verdicts[state.shard])
+    return replace(state, phase="fetch", fetching=state.fetching | {state.shard}), fetch
 
 
 def _learned(state: State, event: Event, now: float) -> Step:
@@ -423,20 +525,22 @@ def _learned(state: State, event: Event, now: float) -> Step:
     if not isinstance(event, Found):
         if state.tries >= MAX_FETCHES:
             return _fail(state, "store", f"{_ready_key(state, replica)} is in the roster, but isn't there")
-        return _sleep(replace(state, tries=state.tries + 1), now)
+        return _next_shard(_past(_later(replace(state, tries=state.tries + 1), state.shard, now)), now)
     members = [report.replica for report in roster.members]
     if pointer_hash(event.data) != roster.hashes[members.index(replica)]:
         return _fail(state, "corrupt", f"{_ready_key(state, replica)} isn't the one that the roster names")
-    return _reduce(_take(state, replica, event.data))
+    return _reduce(_take(replace(state, tries=0), replica, event.data), now)
 
 
 def _reduced(state: State, event: Event, now: float) -> Step:
-    roster, job = state.roster, state.job
-    assert roster is not None
+    job = state.job
+    if isinstance(event, Busy):
+        return _next_shard(_past(state), now)
+    state = replace(state, reducing=state.reducing - {state.shard})
     if state.shard in state.verdicts:  # it has been decided already: this was a repair, or a direct reading
         if isinstance(event, Spoiled):
             return _after_fetch(state, Unfetched(event.reason, event.gone), now)
-        return replace(state, phase="fetch"), Fetch(state.attempt, roster, state.verdicts[state.shard])
+        return _fetch(state)
     blank = Verdict(
         run=job.plan.run,
         round=job.plan.round,
@@ -455,8 +559,7 @@ def _reduced(state: State, event: Event, now: float) -> Step:
 
 def _ruled(state: State, data: bytes, now: float) -> Step:
     """A shard is decided: a mean, or void."""
-    job, roster = state.job, state.roster
-    assert roster is not None
+    job = state.job
     key = _mean_key(state, state.shard)
     verdict = parse_verdict(
         data,
@@ -475,8 +578,8 @@ def _ruled(state: State, data: bytes, now: float) -> Step:
     state = replace(state, verdicts={**state.verdicts, state.shard: verdict})
     if not all(fact.finite for fact in verdict.chunks):
         # The round will end without a mean; but only once all shards are known, since a void one comes before that.
-        return _next_shard(replace(state, fetched=state.fetched | {state.shard}), now)
-    return replace(state, phase="fetch"), Fetch(state.attempt, roster, verdict)
+        return _next_shard(_past(replace(state, fetched=state.fetched | {state.shard})), now)
+    return _fetch(state)
 
 
 def _next_attempt(state: State, culprits: Mapping[int, str]) -> Step:
@@ -487,23 +590,29 @@ def _next_attempt(state: State, culprits: Mapping[int, str]) -> Step:
         uploaded=state.uploaded,
         blobs=state.blobs,
         contributed=state.contributed,
+        arrivals=state.arrivals,
         banned={**state.banned, **culprits},
     )
     return _look(fresh)
 
 
 def _after_fetch(state: State, event: Event, now: float) -> Step:
+    shard = state.shard
+    if isinstance(event, Busy):
+        return _next_shard(_past(state), now)
+    state = replace(state, fetching=state.fetching - {shard})
     if isinstance(event, Fetched):
-        fetched = state.fetched | {state.shard}
-        return _next_shard(replace(state, fetched=fetched, tries=0, repaired=False, pause=0.0), now)
+        return _next_shard(_past(replace(state, fetched=state.fetched | {shard})), now)
     assert isinstance(event, Unfetched)
     if event.differs:
         return _fail(state, "diverged", event.reason)
-    if not state.repaired:  # the contributions may be there still: the same bytes come out of them
-        return _reduce(replace(state, repaired=True))
-    if state.tries < MAX_FETCHES:
-        return _sleep(replace(state, tries=state.tries + 1, repaired=False), now)
-    return _fail(state, "behind" if event.gone else "corrupt", event.reason)
+    if shard not in state.repaired:  # the contributions may be there still: the same bytes come out of them
+        return _reduce(replace(state, repaired=state.repaired | {shard}), now)
+    failures = state.failures.get(shard, 0) + 1
+    if failures > MAX_FETCHES:
+        return _fail(state, "behind" if event.gone else "corrupt", event.reason)
+    state = replace(state, failures={**state.failures, shard: failures}, repaired=state.repaired - {shard})
+    return _next_shard(_past(_later(state, shard, now)), now)
 
 
 # -- the end
@@ -513,7 +622,9 @@ def _closed(state: State) -> Closed:
     assert state.roster is not None
     shards = range(state.roster.shards)
     chunks = tuple(fact for shard in shards if shard in state.verdicts for fact in state.verdicts[shard].chunks)
-    return Closed(state.attempt, state.roster, state.roster_hash, chunks)
+    late = {replica: seconds for replica, seconds in state.arrivals.items() if replica in state.roster.present}
+    incarnations = {replica: found.ready.incarnation for replica, found in state.declared.items()}
+    return Closed(state.attempt, state.roster, state.roster_hash, chunks, late, incarnations)
 
 
 def _finish(state: State) -> Step:
