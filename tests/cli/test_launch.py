@@ -141,7 +141,7 @@ def test_a_killed_replica_comes_back_and_the_weights_are_those_of_an_undisturbed
     """Under Composer, too, each replica behind a launcher of its own: and one recipe gives both the same bits."""
     folder = recipe.parent / f"killed-{trainer}"
     with start(recipe, folder, f"trainer={trainer}") as process:
-        wait_for(lambda: closed_rounds(folder) >= 3)
+        wait_for(lambda: closed_rounds(folder) >= 3 or process.poll() is not None)
         os.kill(process_of(folder, 1), signal.SIGKILL)
         output, _ = process.communicate(timeout=500)
     assert process.returncode == 0, output
@@ -159,7 +159,7 @@ def test_a_killed_replica_comes_back_and_the_weights_are_those_of_an_undisturbed
 def test_ctrl_c_stops_everything_and_resume_goes_on(recipe, undisturbed, trainer):
     folder = recipe.parent / f"interrupted-{trainer}"
     with start(recipe, folder, f"trainer={trainer}") as process:
-        wait_for(lambda: closed_rounds(folder) >= 3)
+        wait_for(lambda: closed_rounds(folder) >= 3 or process.poll() is not None)
         pids = [process_of(folder, replica) for replica in (0, 1)]
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=300)

@@ -2,7 +2,8 @@
 
 llm-foundry itself holds too many other packages in place to be installed here. What it does is small, and done here
 with the library that it uses: its registry of algorithms is a `catalogue` with entry points and the namespace
-("llmfoundry", "algorithms"); it takes the class of that name, which must be an Algorithm, and calls it with the mapping.
+("llmfoundry", "algorithms"); it takes the class of that name, which must be an
+Algorithm, and calls it with the mapping.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,16 @@ def equal_after(ends: list[dict[str, Any]]) -> list[bool]:
     return [len(set(weights)) == 1 for weights in zip(*(one["weights"] for one in ends), strict=True)]
 
 
-def test_four_processes_of_composer_are_four_replicas(tmp_path: Path) -> None:
-    end(launch(tmp_path, 8, "-n", "4"))
-    ends = results(tmp_path, 4)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four replicas, 8 batches, rounds of 3."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    end(launch(out, 8, "-n", "4"))
+    return out
+
+
+def test_four_processes_of_composer_are_four_replicas(undisturbed: Path) -> None:
+    ends = results(undisturbed, 4)
     # Apart inside the intervals, one model at their ends: after batches 3, 6 and the last.
     assert equal_after(ends) == [False, False, True, False, False, True, False, True]
     everyone = [0, 1, 2, 3]
@@ -59,8 +67,29 @@ def test_four_processes_of_composer_are_four_replicas(tmp_path: Path) -> None:
         assert one["rounds"] == [[0, 3, everyone], [1, 3, everyone], [2, 2, everyone]]
         assert (one["world"], one["group"]) == (["0", "1", "0", "1"], False)
         assert one["run_name"] == f"job7-replica{index}"
-        assert (tmp_path / f"job7-replica{index}" / "ep0-ba4-rank0.pt").is_file()
+        assert (undisturbed / f"job7-replica{index}" / "ep0-ba4-rank0.pt").is_file()
     assert len({one["digest"] for one in ends}) == 1
+
+
+@pytest.mark.slow
+def test_stopped_inside_an_interval_and_started_again_they_end_alike(undisturbed: Path, tmp_path: Path) -> None:
+    """SIGTERM to the launcher after batch 5 of rounds of 3; the same command again, with the script's autoresume."""
+    (tmp_path / "hold").touch()
+    process = launch(tmp_path, 8, "-n", "4")
+    deadline = time.monotonic() + 200
+    while len(list(tmp_path.glob("holding-job7-replica*"))) < 4:
+        assert process.poll() is None and time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    process.terminate()
+    process.communicate(timeout=100)
+    assert process.returncode != 0 and not list(tmp_path.glob("replica-*.json"))
+    (tmp_path / "hold").unlink()
+    end(launch(tmp_path, 8, "-n", "4"))
+    for straight, resumed in zip(results(undisturbed, 4), results(tmp_path, 4), strict=True):
+        assert resumed["digest"] == straight["digest"]
+        # From the checkpoint after batch 4 on, batch by batch.
+        assert resumed["weights"] == straight["weights"][4:]
+        assert [one[0] for one in resumed["rounds"]] == [1, 2]
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from composer_replication.adapter.files import latest_checkpoint
 from composer_replication.collective.object_store import ObjectStoreCollective
 from composer_replication.composer import replica_sampler
-from composer_replication.errors import FleetMismatch
 from composer_replication.store import MemoryStore
 from tests.composer.helpers import At, Regression, algorithm, assert_same_bits, in_threads, trainer, weights
 from tests.lightning.helpers import Numbered
@@ -151,35 +150,6 @@ def test_the_algorithm_s_state_is_tensors_and_primitives(tmp_path: Path) -> None
     torch.save(saved, tmp_path / "part.pt")
     again = torch.load(tmp_path / "part.pt", weights_only=True)
     assert again["version"] == 1 and isinstance(again["fit_state"]["loop"]["anchor"]["net.0.weight"], Tensor)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda saved: saved["fit_state"]["loop"].update(replica=1), "checkpoint of replica 1 can't resume replica 0"),
-        (lambda saved: saved.update(version=7), "version 7, this package reads 1"),
-    ],
-)
-def test_a_checkpoint_of_another_replica_or_version_is_refused(tmp_path: Path, change: Any, message: str) -> None:
-    run(tmp_path, (), replicas=1)
-    path = tmp_path / "job-replica0" / "ep0-ba5-rank0.pt"
-    checkpoint = torch.load(path, weights_only=False)
-    change(dict(checkpoint["state"]["algorithms"])["AutoLoCo"])
-    torch.save(checkpoint, path)
-
-    def replica(index: int, collective: Any) -> None:
-        model = Regression()
-        before = weights(model)
-        settings = {"load_path": str(path), "max_duration": "24ba", "load_ignore_keys": ["state/model/*"]}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        loader = DataLoader(Numbered(24), batch_size=2)
-        try:
-            trainer(model, loader, algorithm(collective, **OPTIONS), optimizers=optimizer, **settings).fit()
-        finally:
-            assert_same_bits(before, weights(model))
-
-    with pytest.raises(FleetMismatch, match=message):
-        in_threads(1, replica)
 
 
 class Told(MemoryStore):

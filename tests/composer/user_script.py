@@ -1,4 +1,7 @@
-"""A user's script for Composer, with AutoLoCo in it and nothing about replicas: `user_script.py OUT [BATCHES]`."""
+"""A user's script for Composer, with AutoLoCo in it and nothing about replicas: `user_script.py OUT BATCHES`.
+
+While there is a file OUT/hold it stands still before batch 5, and says so, for a test to stop it there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +36,15 @@ class Model(ComposerModel):
 
 
 class Journal(Callback):
-    def __init__(self) -> None:
+    def __init__(self, out: Path) -> None:
+        self.out = out
         self.weights: list[str] = []
+
+    def batch_start(self, state: State, logger: Any) -> None:
+        if state.timestamp.batch == 5 and (self.out / "hold").exists():
+            (self.out / f"holding-{state.run_name}").touch()
+            while (self.out / "hold").exists():
+                time.sleep(0.02)
 
     def batch_end(self, state: State, logger: Any) -> None:
         data = b"".join(tensor.numpy().tobytes() for tensor in state.model.state_dict().values())
@@ -43,7 +54,8 @@ class Journal(Callback):
 def main(out: Path, batches: int) -> None:
     source = torch.Generator().manual_seed(7)
     dataset = TensorDataset(torch.randn(64, 6, generator=source), torch.randn(64, 2, generator=source))
-    model, journal, autoloco = Model(), Journal(), AutoLoCo(out.as_uri() + "/store", policy="fixed", base_horizon=3)
+    model, journal = Model(), Journal(out)
+    autoloco = AutoLoCo(out.as_uri() + "/store", policy="fixed", base_horizon=3)
     trainer = Trainer(
         model=model,
         train_dataloader=DataLoader(dataset, batch_size=2, sampler=replica_sampler(dataset, shuffle=True)),

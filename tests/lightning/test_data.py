@@ -160,3 +160,15 @@ def test_no_warning_when_all_is_well() -> None:
         return ours.said
 
     assert in_threads(2, replica) == [[], []]
+
+
+def test_epochs_reload_and_restart_between_rounds() -> None:
+    """Rounds don't care where epochs end: 3 epochs of 6 steps, rounds of 4."""
+
+    def replica(index: int, collective: Any) -> Any:
+        ours = callback(collective)
+        data = DataLoader(Numbered(12), batch_size=1, shuffle=True)
+        trainer(ours, max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(Tiny(), data)
+        return [summary.steps for summary in ours.rounds]
+
+    assert in_threads(2, replica) == [[4, 4, 4, 4, 2]] * 2

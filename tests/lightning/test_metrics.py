@@ -86,36 +86,6 @@ def test_the_progress_bar_has_a_line() -> None:
     assert {"interval_loss", "wait"} <= line.keys()
 
 
-def test_the_heartbeat_says_how_a_replica_is_doing() -> None:
-    fleet = InProcessFleet(1)
-    seen: list[dict[str, Any]] = []
-    collective = fleet.collectives()[0]
-    inner = collective.publish
-
-    def publish(status: Any) -> None:
-        seen.append(dict(status))
-        inner(status)
-
-    collective.publish = publish  # type: ignore[method-assign]
-    ours = callback(collective, base_horizon=2, token_fn=lambda batch: 10)
-    module = Tiny()
-    trainer(ours, max_epochs=1).fit(module, loader(4))
-    assert [status["state"] for status in seen] == [
-        "training",  # from the start
-        "waiting",
-        "training",  # round 0 closed
-        "waiting",
-        "training",
-        "following",
-        "finished",
-    ]
-    assert [status["step"] for status in seen] == [0, 2, 2, 4, 4, 4, 4]
-    assert seen[2]["loss"] == pytest.approx(sum(module.losses[:2]) / 2)
-    assert seen[2]["tokens_per_second"] > 0 and seen[2]["wait_seconds"] >= 0
-    assert seen[2]["horizon"] == 2 and seen[2]["round"] == 1
-    assert fleet.results[0][1]["metrics"]["loss"] == pytest.approx(sum(module.losses[2:]) / 2)
-
-
 def test_manual_optimization_with_no_loss_logs_the_rest(tmp_path: Path) -> None:
     class Manual(Tiny):
         def __init__(self) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -24,91 +23,6 @@ from composer_replication.lightning_zero_edit import callbacks
 from tests.lightning.helpers import QUIET, Tiny, callback, in_threads, loader, trainer
 
 ROOT = Path(__file__).parent.parent.parent
-WHO: dict[str, Any] = {"replica": 0, "replicas": 2}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "base_horizon is missing"),
-        ({"base_horizon": 0}, "base_horizon must be .* not 0"),
-        ({"base_horizon": 10, "min_horizon": 20}, "min_horizon must be at most base_horizon"),
-        ({"base_horizon": 10, "outer_lr": 0.0}, "lr must be"),
-        ({"base_horizon": 10, "outer_momentum": 1.0}, "momentum must be"),
-        ({"base_horizon": 10, "policy": "autolocco"}, "did you mean 'autoloco'"),
-        ({"base_horizon": 10, "groth_cap": 1.1}, "there is no option 'groth_cap'; did you mean 'growth_cap'"),
-        ({"base_horizon": 10, "codec": "int7"}, "int7"),
-        ({"base_horizon": 10, "weighting": "token"}, "weighting must be 'equal' or 'tokens', got 'token'"),
-        ({"base_horizon": 10, "buffers": "sum"}, "buffers must be 'average' or 'local'"),
-        ({"base_horizon": 10, "validate_with": "both"}, "validate_with must be 'local' or 'shared'"),
-        ({"base_horizon": 10, "replica_failure_policy": "ignore"}, "replica_failure_policy must be 'strict' or 'skip'"),
-        ({"base_horizon": 10, "timeout": 0}, "timeout must be a positive number of seconds, got 0"),
-        ({"base_horizon": 10, "timeout": "5"}, "timeout must be a positive number of seconds, got '5'"),
-        ({"base_horizon": 10, "start_timeout": 0}, "start_timeout must be a positive number of seconds, got 0"),
-        ({"base_horizon": 10, "start_timeout": "5"}, "start_timeout must be a positive number of seconds, got '5'"),
-        ({"base_horizon": 10, "replica": "0"}, "replica must be a whole number, got '0'"),
-        ({"base_horizon": 10, "replicas": 2.0}, "replicas must be a whole number, got 2.0"),
-        ({"base_horizon": 10, "min_replicas": "1"}, "min_replicas must be a whole number, got '1'"),
-        ({"base_horizon": 10, "checkpoint_every": "1"}, "checkpoint_every must be a whole number, got '1'"),
-        ({"base_horizon": 10, "checkpoint_every": 0}, "checkpoint_every must be at least 1, got 0"),
-        ({"base_horizon": 10, "checkpoint_every_rounds": 1.5}, "checkpoint_every_rounds must be a whole number, got 1"),
-        ({"base_horizon": 10, "run": 3}, "run must be a name, got 3"),
-        ({"base_horizon": "10"}, "base_horizon must be .*'10'"),
-        ({"base_horizon": 10, "outer_lr": "0.7"}, "lr must be .*'0.7'"),
-        ({"base_horizon": 10, "min_replicas": 3}, "min_replicas must be between 1 and 2, got 3"),
-        ({"base_horizon": 10, "checkpoint_every_rounds": 0}, "checkpoint_every_rounds must be at least 1"),
-        ({"base_horizon": 10, "replica": 2}, "replica must be between 0 and 1 in a fleet of 2, got 2"),
-        ({"base_horizon": 10, "replica": -1}, "replica must be between 0 and 1 in a fleet of 2, got -1"),
-        ({"base_horizon": 10, "replicas": 0}, "replicas must be at least 1, got 0"),
-        ({"base_horizon": 10, "policy": "qsr"}, "alpha"),
-    ],
-)
-def test_bad_options_are_refused_at_construction(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        AutoLoCoCallback(tmp_path.as_uri(), **{**WHO, **options})
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("store", "message"),
-    [(" ", "no store"), (5, "store must be a URI or an open store, got 5"), ("a\0b", "store holds a NUL byte")],
-)
-def test_a_store_that_can_not_be_is_refused_at_construction(store: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AutoLoCoCallback(store, **WHO, base_horizon=10)
-
-
-def test_every_field_can_be_given_by_its_name(tmp_path: Path) -> None:
-    ours = AutoLoCoCallback(
-        tmp_path.as_uri(), **WHO, base_horizon=100, growth_cap=1.3, momentum_max=0.9, max_scale=None, warmup_steps=7
-    )
-    assert ours.policy.settings()["growth_cap"] == 1.3
-    assert ours.policy.settings()["warmup_steps"] == 7
-    assert (ours.outer.momentum_max, ours.outer.max_scale) == (0.9, None)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_place_in_the_fleet_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="COMPOSER_REPLICATION_REPLICA and COMPOSER_REPLICATION_REPLICAS"):
-        AutoLoCoCallback(tmp_path.as_uri(), base_horizon=10)
-    monkeypatch.setenv("COMPOSER_REPLICATION_REPLICA", "3")
-    with pytest.raises(ValueError, match=r"\(replicas missing\)"):
-        AutoLoCoCallback(tmp_path.as_uri(), base_horizon=10)
-    monkeypatch.setenv("COMPOSER_REPLICATION_REPLICAS", "4")
-    with pytest.raises(ValueError, match="no store.*COMPOSER_REPLICATION_STORE"):
-        AutoLoCoCallback(base_horizon=10)
-    monkeypatch.setenv("COMPOSER_REPLICATION_STORE", tmp_path.as_uri())
-    assert AutoLoCoCallback(base_horizon=10).identity == Identity(replica=3, replicas=4)
-    # Arguments come first, and a launcher's variables don't count unless it is named.
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert AutoLoCoCallback(base_horizon=10, replica=0).identity == Identity(replica=0, replicas=4)
-    monkeypatch.delenv("COMPOSER_REPLICATION_REPLICA")
-    monkeypatch.delenv("COMPOSER_REPLICATION_REPLICAS")
-    assert AutoLoCoCallback(base_horizon=10, launcher="torchrun").identity == Identity(replica=1, replicas=2)
-    monkeypatch.setenv("COMPOSER_REPLICATION_REPLICA", "one")
-    with pytest.raises(ValueError, match="COMPOSER_REPLICATION_REPLICA must be a whole number, got 'one'"):
-        AutoLoCoCallback(base_horizon=10)
 
 
 def test_identity_from_launchers() -> None:
@@ -174,33 +88,6 @@ def test_other_strategies_of_several_processes_are_refused_by_the_callback() -> 
     with pytest.raises(ValueError, match="runs 2 processes, and a replica is one process"):
         fit = Trainer(**{**QUIET, "strategy": "ddp", "devices": 2}, callbacks=[ours])
         ours.setup(fit, Tiny(), "fit")  # what `fit` would do in each process that it starts
-
-
-def test_a_foreign_process_group_is_refused(tmp_path: Path) -> None:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        trainer(callback(InProcessFleet(1).collectives()[0]), max_epochs=1).fit(Tiny(), loader(4))
-    finally:
-        torch.distributed.destroy_process_group()
-
-    strategy = Trainer(**QUIET).strategy
-    fake = torch.testing._internal.distributed.fake_pg.FakeStore()
-    torch.distributed.init_process_group("fake", store=fake, rank=0, world_size=2)
-    try:
-        with pytest.raises(RuntimeError, match="default process group of 2 processes"):
-            strategy.setup_environment()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_no_process_group_is_ever_made() -> None:
-    def replica(_: int, collective: Any) -> bool:
-        fit = trainer(callback(collective), max_epochs=1)
-        fit.fit(Tiny(), loader(16))
-        return torch.distributed.is_initialized()
-
-    assert in_threads(2, replica) == [False, False]
 
 
 def test_a_trainer_of_the_other_package_gets_a_clear_error() -> None:
@@ -319,8 +206,3 @@ def test_zero_edit_mode_is_free_when_it_is_off() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == ["[]", "False"]
-
-
-def test_building_a_callback_touches_nothing(tmp_path: Path) -> None:
-    AutoLoCoCallback((tmp_path / "run").as_uri(), replica=0, replicas=2, base_horizon=10)
-    assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from composer_replication.adapter.files import write_checkpoint
 from composer_replication.collective.in_process import InProcessFleet
-from composer_replication.errors import FleetMismatch
 from composer_replication.lightning import latest_checkpoint
 from tests.lightning.helpers import (
     Numbered,
@@ -219,20 +218,6 @@ def test_a_checkpoint_of_a_run_that_has_ended(tmp_path: Path) -> None:
     # Given more steps, it goes on as a run of its own.
     longer = fit(18, fits)
     assert fits == [0, 1] and longer.position == 8
-
-
-def test_the_wrong_replica_s_checkpoint_is_refused(tmp_path: Path) -> None:
-    def fit(index: int, collective: Any, path: str | None, stop: int | None) -> None:
-        trainer(callback(collective, checkpoint_dir=tmp_path), StopAfter(stop), max_epochs=1).fit(
-            Tiny(), loader(16), ckpt_path=path, weights_only=True
-        )
-
-    with pytest.raises(SIGTERMException):
-        in_threads(2, lambda i, c: fit(i, c, None, 6))
-    path = latest_checkpoint(tmp_path, 0)
-    with pytest.raises(FleetMismatch, match="a checkpoint of replica 0 can't resume replica 1"):
-        collective = InProcessFleet(2, timeout_seconds=1).collectives()[1]
-        fit(1, collective, path, None)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from composer_replication import errors, isolate
@@ -29,7 +31,8 @@ def recipe(tmp_path):
 @pytest.fixture(autouse=True)
 def _no_identity_in_the_environment(monkeypatch):
     for name in (isolate.REPLICA, isolate.REPLICAS, isolate.STORE, isolate.LAUNCHER):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is put back, whoever sets it meanwhile
+        monkeypatch.delenv(name)
 
 
 def settings(*arguments: str):
@@ -52,6 +55,22 @@ def test_or_from_the_environment_so_that_one_command_serves_every_container(reci
     assert (identity.replica, identity.replicas, uri) == (1, 3, "file:///s")
     monkeypatch.delenv(isolate.REPLICAS)
     assert settings(recipe)[0].replicas == 3  # the recipe's
+
+
+def test_one_launch_of_composer_s_is_a_whole_fleet(recipe, monkeypatch):
+    world = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "NODE_RANK": "0"}
+    for name, value in {**world, "MASTER_ADDR": "h", "MASTER_PORT": "29500", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)
+    given = (recipe, "--launcher=composer", "--rendezvous-uri=file:///s")
+    identity, *_ = settings(*given, "trainer=composer")
+    assert (identity.replica, identity.replicas) == (2, 3)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")  # what Composer is going to see
+    for name, value in {**world, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    for name in (isolate.REPLICA, isolate.REPLICAS):
+        monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match="fleet of 3 .*told of 4: add fleet.replicas=4"):
+        settings(*given, "trainer=composer")
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,12 @@ from composer_replication.errors import (
     RoundError,
     StoreError,
 )
-from composer_replication.isolate import LAUNCHERS, REPLICA, REPLICAS, STORE, Identity, read_identity
+from composer_replication.isolate import LAUNCHERS, REPLICA, REPLICAS, STORE, Identity, isolate_world, read_identity
 from composer_replication.store.base import ObjectStore
 
 __all__ = ["check_writable", "main", "run", "stop_with_launcher"]
+
+_WORLDS = ("composer", "torchrun", "slurm", "openmpi", "mpi")  # launchers whose processes are one world
 
 _EPILOG = f"""\
 Identity and store may come from the environment instead: {REPLICA}, {REPLICAS}, {STORE}.
@@ -109,7 +111,7 @@ def run(recipe: Any, identity: Identity, uri: str, folder: Path) -> int:
             f"composer-replication {__version__}, Python {platform.python_version()}, {trainer.versions()}",
             flush=True,
         )
-        _check_store(uri)
+        _check_store(uri, recipe.store.control)
         print(f"store {uri}: ok", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
         result = trainer.train(recipe, identity, uri, folder)
@@ -154,6 +156,9 @@ def _settings(args: argparse.Namespace) -> tuple[Identity, str, Any, Path]:
     from composer_replication.recipe import load_recipe
 
     recipe = load_recipe(args.recipe, args.overrides) if args.recipe else _by_hand(args)
+    if recipe.trainer == "composer" and args.launcher in (*_WORLDS, "auto"):
+        # Before Composer is imported: it would train in the launcher's world, which spans the fleet.
+        isolate_world(launcher=None if args.launcher == "auto" else args.launcher)
     replicas = args.num_replicas
     if replicas is None and args.recipe and not os.environ.get(REPLICAS) and not args.launcher:
         replicas = recipe.fleet.replicas
@@ -202,14 +207,16 @@ def _by_hand(args: argparse.Namespace) -> Any:
     return recipe_from(json.dumps(values), args.overrides)  # JSON is YAML
 
 
-def _check_store(uri: str) -> None:
+def _check_store(uri: str, control: str | None) -> None:
     from composer_replication.store import open_store
 
-    try:
-        store = open_store(uri)
-    except ValueError as error:
-        raise RecipeError(f"store.uri: {error}") from error
-    check_writable(store)
+    for name, place in (("store.uri", uri), ("store.control", control)):
+        try:
+            store = open_store(place) if place else None
+        except ValueError as error:
+            raise RecipeError(f"{name}: {error}") from error
+        if store is not None:
+            check_writable(store)
 
 
 def check_writable(store: ObjectStore) -> None:
