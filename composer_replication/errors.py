@@ -7,6 +7,7 @@
     │   ├── StoreRefused        it won't do that, however often it is asked: rights, expired credentials, no bucket
     │   ├── StoreUnavailable    throttled, failing or unreachable for longer than operations are tried again
     │   └── ObjectCorrupt       bytes that don't match their size, hash or header
+    │       └── SignatureError  not signed with this run's key for where it lies
     ├── FleetError              this process can't be part of that fleet
     │   ├── FleetMismatch       model, settings, codec or wire version differ: says which
     │   ├── ReplicaTaken        a live process already holds this replica id
@@ -40,6 +41,7 @@ __all__ = [
     "RoundAborted",
     "RoundError",
     "RoundTimeout",
+    "SignatureError",
     "StoreError",
     "StoreRefused",
     "StoreUnavailable",
@@ -64,6 +66,10 @@ class ObjectExists(StoreError):
 
 class ObjectCorrupt(StoreError):
     """Bytes that don't match their size, hash or header."""
+
+
+class SignatureError(ObjectCorrupt):
+    """An object that isn't signed with this run's key for the place where it lies."""
 
 
 class StoreRefused(StoreError):

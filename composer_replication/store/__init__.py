@@ -12,6 +12,8 @@ from composer_replication.store.memory import MemoryStore
 from composer_replication.store.open import open_store, register_scheme
 from composer_replication.store.prefixed import PrefixedStore
 from composer_replication.store.remote import RemoteStore
+from composer_replication.store.signed import SignedStore
+from composer_replication.store.signing_key import SigningKey
 from composer_replication.store.split import SplitStore
 
 __all__ = [
@@ -21,6 +23,8 @@ __all__ = [
     "ObjectStore",
     "PrefixedStore",
     "RemoteStore",
+    "SignedStore",
+    "SigningKey",
     "SplitStore",
     "check_key",
     "open_store",

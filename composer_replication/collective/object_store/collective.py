@@ -7,6 +7,7 @@ Invariant: all replicas that apply a round apply the same bytes, whatever dies, 
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import time
@@ -33,7 +34,7 @@ from composer_replication.collective.object_store.garbage import Collector
 from composer_replication.collective.object_store.heartbeat import Heartbeat
 from composer_replication.collective.object_store.history import closed_roster, has_left, plan_at
 from composer_replication.collective.object_store.joining import check_known, first_state
-from composer_replication.collective.object_store.place import open_run
+from composer_replication.collective.object_store.place import check_signing, open_run
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.requests import Requests, create
 from composer_replication.collective.object_store.roster import Mode, Plan, Policy
@@ -47,7 +48,7 @@ from composer_replication.errors import (
     RoundError,
     StoreError,
 )
-from composer_replication.store import ObjectStore
+from composer_replication.store import ObjectStore, SigningKey
 
 __all__ = ["STEPS", "ObjectStoreCollective"]
 
@@ -97,6 +98,8 @@ class ObjectStoreCollective:
         tolerated_misses: under skip, rounds in a row that a replica may miss and still be waited for.
         mode: how tensors travel: "auto" (by the roster's size and the payload), "direct" or "sharded".
         guards: how outliers are treated, and what kind of mean is taken: a robust one needs three replicas in a round.
+        signing_key: a key, or the file that holds it: every object is signed, and what isn't is refused
+            (docs/security.md). None: the key in COMPOSER_REPLICATION_SIGNING_KEY, if there is one.
         nonce: the run's own name, if the launcher gives one: another run under the same prefix is refused then.
         interrupted: asked while waiting; True ends the wait with Interrupted.
         clock, sleep: the local monotonic clock. The time of day is never used.
@@ -126,6 +129,7 @@ class ObjectStoreCollective:
         tolerated_misses: int = 1,
         mode: Mode = "auto",
         guards: Guards | None = None,
+        signing_key: SigningKey | str | os.PathLike[str] | None = None,
         nonce: str = "",
         interrupted: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -162,7 +166,7 @@ class ObjectStoreCollective:
                 raise ValueError(f"{name} must be greater than 0, got {value}")
         if tolerated_misses < 0:
             raise ValueError(f"tolerated_misses must not be negative, got {tolerated_misses}")
-        self._raw = open_run(store, control=control, run=run)
+        self._raw = open_run(store, control=control, run=run, signing_key=signing_key)
         self._store = Requests(self._raw, sleep=sleep)
         self._replica = replica
         self._codec = check_codec(codec)
@@ -230,6 +234,7 @@ class ObjectStoreCollective:
     def start(self, offered: Snapshot, *, settings: Mapping[str, Any], resumed: bool) -> Snapshot:
         assert self._plan is None, "start() is called once"
         self._policy.guards.check_settings(settings)
+        check_signing(self._raw)
         self._incarnation = claim_replica(
             self._store,
             self._replica,

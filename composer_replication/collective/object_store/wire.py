@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from composer_replication.collective.base import Report
-from composer_replication.errors import ObjectCorrupt
+from composer_replication.errors import ObjectCorrupt, SignatureError
+from composer_replication.store.signed import is_signed
+from composer_replication.store.signing_key import SIGNING_KEY
 
 __all__ = [
     "MAX_POINTER_BYTES",
@@ -52,6 +54,11 @@ def load(data: bytes, key: str) -> _Json:
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
+    if is_signed(data):
+        raise SignatureError(
+            f"{key} is signed, and this process has no signing key: give it the run's key with signing_key_file (on "
+            f"the command line --signing-key-file) or {SIGNING_KEY}"
+        )
     try:
         found = json.loads(data.decode("ascii"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:

@@ -1,0 +1,181 @@
+"""What each process of a world of replicas of two ranks runs in the tests: a Lightning user's script."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from composer_replication.adapter.data import rank_share
+from composer_replication.isolate import isolate_world, read_identity, read_rank
+from composer_replication.lightning import AutoLoCoCallback, latest_checkpoint
+from tests.lightning.helpers import Numbered, Tiny
+
+STRATEGIES = {"ddp": "local_replica", "fsdp": "local_replica_fsdp"}
+
+
+def quiet() -> None:
+    import logging
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+
+
+class Module(Tiny):
+    """Logs what `sync_dist` and a metric make of the replica's number, and of how many samples it validated."""
+
+    def __init__(self, *, sharded: bool, replica: int, dropout: bool = False) -> None:
+        super().__init__(seed=replica, optimizer="adamw", scheduler=True, lr=0.02)
+        self.sharded, self.replica = sharded, replica
+        self.drop = torch.nn.Dropout(0.2 if dropout else 0.0)
+        self.validated = torchmetrics.SumMetric()
+        self.synced: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.sharded and not hasattr(self.net, "unshard"):
+            mesh = self.device_mesh["data_parallel"]
+            for layer in (self.net[0], self.net[2]):
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.seen.append(batch["id"].tolist())
+        loss = torch.nn.functional.mse_loss(self.net(self.drop(batch["x"])), batch["y"])
+        self.log("who", float(self.replica), sync_dist=True)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.net(batch["x"])
+        self.validated.update(float(len(batch["id"])))
+        self.log("validated", self.validated)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.synced.append(float(self.trainer.callback_metrics["who"]))
+
+
+def full(module: torch.nn.Module) -> dict[str, Tensor]:
+    """The whole weights, on every rank."""
+    found = {}
+    for name, tensor in module.named_parameters():
+        whole: Any = tensor.detach()
+        found[name] = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone()
+    return found
+
+
+def hash_of(tensors: dict[str, Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.cpu().numpy().tobytes() for t in tensors.values())).hexdigest()
+
+
+class Journal(pl.Callback):
+    """After AutoLoCo: the weights' hash after each batch. SIGTERM to one rank after a batch, if asked."""
+
+    def __init__(self, stop: tuple[int, int] | None = None) -> None:
+        self.hashes: list[str] = []
+        self.stop = stop  # (rank in the replica, batches)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.hashes.append(hash_of(full(pl_module)))
+        if self.stop is not None and (trainer.global_rank, len(self.hashes)) == self.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Rewindable:
+    """One process's share, in order; the loader knows where it is."""
+
+    def __init__(self, count: int) -> None:
+        share = rank_share(read_identity(), *read_rank())
+        self.samples, self.ids, self.at = Numbered(count), list(range(share.replica, count, share.replicas)), 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.at < len(self.ids):
+            sample = self.samples[self.ids[self.at]]
+            self.at += 1
+            yield {name: value.unsqueeze(0) for name, value in sample.items()}
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def train(
+    rank: int,
+    kind: str,
+    out: Path,
+    *,
+    batches: tuple[int, int] = (8, 8),
+    stop: tuple[int, int] | None = None,
+    stopped_replica: int = -1,
+    resume: bool = False,
+    validate: bool = False,
+    accumulate: int = 1,
+    **options: Any,
+) -> dict[str, Any]:
+    """One process of two replicas of two ranks."""
+    quiet()
+    identity = isolate_world(2)
+    replica = identity.replica
+    module = Module(sharded=kind == "fsdp", replica=replica, dropout=resume or stop is not None)
+    folder = out / "checkpoints"
+    ours = AutoLoCoCallback(
+        (out / "store").as_uri(), policy="fixed", base_horizon=3, checkpoint_dir=folder, timeout=60, **options
+    )
+    journal = Journal(stop if replica == stopped_replica else None)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=STRATEGIES[kind],
+        callbacks=[ours, journal],
+        max_epochs=1,
+        limit_train_batches=batches[replica],
+        val_check_interval=4 if validate else None,
+        limit_val_batches=1.0 if validate else 0,
+        num_sanity_val_steps=1 if validate else 0,
+        accumulate_grad_batches=accumulate,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    pl.seed_everything(5, verbose=False)  # Lightning's sampler takes its seed; dropout differs from rank to rank
+    torch.manual_seed(100 + rank)
+    data: Any = Rewindable(160) if stop is not None or resume else DataLoader(Numbered(160), shuffle=True)
+    path = latest_checkpoint(folder, replica) if resume else None
+    result: dict[str, Any] = {"replica": replica}
+    try:
+        trainer.fit(module, data, DataLoader(Numbered(10)) if validate else None, ckpt_path=path)
+    except SIGTERMException as told:
+        result["stopped"] = told.code
+    assert ours.loop is not None
+    return result | {
+        "world": (trainer.global_rank, trainer.world_size, torch.distributed.get_world_size()),
+        "hashes": journal.hashes,
+        "synced": module.synced,
+        "seen": module.seen,
+        "losses": module.losses,
+        "validated": float(trainer.callback_metrics["validated"]) if validate else None,
+        "digest": ours.final.digest if ours.final else None,
+        "rounds": [(one.round, one.steps, one.members, one.tokens) for one in ours.rounds],
+        "said": ours.said,
+        "weights": {name: tensor.tolist() for name, tensor in full(module).items()},
+        "checkpoint": latest_checkpoint(folder, replica),
+    }

@@ -1,0 +1,79 @@
+"""Worlds of real processes: forked from one that has imported everything, each with a launcher's variables."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+__all__ = ["World", "free_port"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _child(script: Callable[..., Any], arguments: tuple[Any, ...], environ: dict[str, str], pipe: Connection) -> None:
+    os.environ.update(environ)
+    code = 0
+    try:
+        pipe.send((True, script(*arguments)))
+    except SystemExit as error:  # an orderly end before the script's
+        code = error.code if isinstance(error.code, int) else 1
+        pipe.send((True, code))
+    except BaseException:
+        code = 1
+        pipe.send((False, traceback.format_exc()))
+    pipe.close()
+    os._exit(code)  # nothing waits for process groups that lost a member
+
+
+class World:
+    """`size` processes as `torchrun --nproc-per-node size` starts them, `script(rank, *arguments)` in each."""
+
+    def __init__(
+        self,
+        preload: Sequence[str],
+        script: Callable[..., Any],
+        arguments: tuple[Any, ...] = (),
+        *,
+        size: int,
+        ranks: Sequence[int] | None = None,
+        port: int | None = None,
+        **environ: str,
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(preload))
+        port = port or free_port()
+        self.pipes: dict[int, Connection] = {}
+        self.processes: dict[int, Any] = {}
+        for rank in ranks if ranks is not None else range(size):
+            mine, theirs = context.Pipe()
+            launcher = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+            launcher |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            launcher |= {"OMP_NUM_THREADS": "1", **environ}
+            process = context.Process(target=_child, args=(script, (rank, *arguments), launcher, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes[rank], self.processes[rank] = mine, process
+
+    def end(self, seconds: float = 90) -> dict[int, Any]:
+        """What each process returned, or its exit status; fails with the first one's traceback."""
+        answers = {}
+        for rank, pipe in self.pipes.items():
+            if not pipe.poll(seconds):
+                for process in self.processes.values():
+                    process.kill()
+                raise AssertionError(f"rank {rank} hangs")
+            answers[rank] = pipe.recv()
+        for process in self.processes.values():
+            process.join(30)
+        problems = [f"rank {rank}:\n{answer}" for rank, (good, answer) in answers.items() if not good]
+        assert not problems, "\n".join(problems)
+        return {rank: answer for rank, (_, answer) in answers.items()}
