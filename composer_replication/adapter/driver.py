@@ -23,8 +23,11 @@ from composer_replication.adapter.steps import StepRecorder
 from composer_replication.autoloco.values import Preview
 from composer_replication.collective.base import Collective
 from composer_replication.diloco.loop import OuterLoop
+from composer_replication.diloco.ranks.channel import Ranks
+from composer_replication.diloco.ranks.loop import FollowingLoop, make_loop
 from composer_replication.diloco.repair import repair_optimizer_state
 from composer_replication.diloco.summary import FinalSummary, RoundSummary
+from composer_replication.errors import FleetMismatch
 from composer_replication.preview import RatePreview
 
 __all__ = ["Closed", "Driver", "final_of"]
@@ -46,6 +49,7 @@ class Driver(ABC):
         closed: called after each round with its summary and metrics, with everything in place.
         data_seed: the seed that the data's shards are cut with, equal on all replicas that shuffle; None on one that
             doesn't, for example because it has nothing to train.
+        ranks: the processes of this replica, if it is several: each has a driver, and they do everything together.
     """
 
     def __init__(
@@ -58,12 +62,14 @@ class Driver(ABC):
         closed: Closed,
         *,
         data_seed: int | None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.options, self._closed, self.collective = options, closed, collective
+        self.options, self._closed, self.collective, self.ranks = options, closed, collective, ranks
         self._optimizers = optimizers
-        self.loop = OuterLoop(
+        self.loop: OuterLoop | FollowingLoop = make_loop(
             model,
             collective,
+            ranks,
             policy=options.policy,
             outer=options.outer,
             outer_device=options.outer_device,
@@ -89,6 +95,7 @@ class Driver(ABC):
     def start(self, saved: Mapping[str, Any] | None) -> None:
         """Join the fleet, or come back to it. `saved` is what `state_dict` gave."""
         if saved is not None:
+            saved = own_part(saved, self.ranks)
             self.loop.load_state_dict(saved["loop"])
             self.skipped, self._counting = saved["skipped"], saved["counting"]
             self._tokens = saved["loop"]["interval"]["tokens"]
@@ -105,11 +112,19 @@ class Driver(ABC):
                 self._close()
             if self.loop.left:  # it was stopped while it followed the others to the end
                 self.stop_training()
+        if self.loop.ended:
+            self.stop_training()
+            if saved is None:
+                self.say(
+                    f"the run has finished, {self.loop.round} rounds, {self.loop.position} steps: nothing is trained "
+                    "here, and the model gets the run's final weights (another run needs another place or run name)"
+                )
         self.publish("training")
 
     def say(self, message: str) -> None:
         self.said.append(message)
-        warnings.warn(message, stacklevel=3)
+        if self.ranks is None or self.ranks.leads:
+            warnings.warn(message, stacklevel=3)
 
     # -- batches -------------------------------------------------------------------------------------------------
 
@@ -142,6 +157,8 @@ class Driver(ABC):
         `stepped` is what `steps.end_batch()` said of the batch.
         """
         self._interval.batch(loss)
+        if self.ranks is not None and self.loop.watch():
+            self.told_to_stop()
         if self.loop.steps + self.steps.possible >= self.loop.plan.steps:
             self.count()
         if self.is_final_batch():
@@ -188,8 +205,8 @@ class Driver(ABC):
             self._compare_seeds = False
             check_seeds(self.options.identity.replica, summary.member_metrics)
         if self._first_batch is not None:
+            self._compare_first_batches(summary, self._first_batch)
             self._first_batch = None
-            self._compare_first_batches(summary)
         own = summary.member_metrics.get(self.options.identity.replica, told)
         metrics = {f"autoloco/{name}": v for name, v in own.items() if name not in _ABOUT_DATA}
         metrics |= {**summary.metrics(), "autoloco/rates_exact": float(self.exact_rates)}
@@ -218,7 +235,10 @@ class Driver(ABC):
             self.forward_schedulers(steps if left is None else min(steps, left))
             self.skipped += steps
 
-    def _compare_first_batches(self, summary: RoundSummary) -> None:
+    def _compare_first_batches(self, summary: RoundSummary, own: float) -> None:
+        if self.ranks is not None and len(set(batches := self.ranks.collect(own))) < self.ranks.size:
+            same_ranks = [rank for rank, batch in enumerate(batches) if batches.count(batch) > 1]
+            self.say(f"ranks {same_ranks} of this replica began with the same batch ({self.why_same_data()})")
         same = equal_first_batches(self.options.identity.replica, summary.member_metrics)
         if same:
             self.say(
@@ -243,16 +263,14 @@ class Driver(ABC):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and primitives only."""
+        """Tensors and primitives only. Called on all ranks of a replica together; rank 0's is the whole."""
         self.count()
-        return {
-            "loop": self.loop.state_dict(),
-            "skipped": self.skipped,
-            "counting": self._counting,
-            "loss": self._interval.state(),
-            "tokens": self.steps.tokens.waiting(),
-            **self.more_state(),
-        }
+        loop = self.loop.state_dict()
+        own = {"loss": self._interval.state(), "tokens": self.steps.tokens.waiting(), **self.more_state()}
+        state = {"loop": loop, "skipped": self.skipped, "counting": self._counting, **own}
+        if self.ranks is not None:
+            state["ranks"] = self.ranks.gather(_on_cpu({**own, "interval_tokens": loop["interval"]["tokens"]}))
+        return state
 
     def stop(self) -> None:
         """Take the hooks off and stop the heartbeat."""
@@ -282,6 +300,10 @@ class Driver(ABC):
         """No further batch."""
 
     @abstractmethod
+    def told_to_stop(self) -> None:
+        """Some rank of this replica was asked to stop (SIGTERM); called on all of them after the same batch."""
+
+    @abstractmethod
     def why_same_data(self) -> str:
         """A likely reason why replicas see the same data, and what to do."""
 
@@ -296,6 +318,28 @@ class Driver(ABC):
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Put `more_state()` back."""
         del saved
+
+
+def _on_cpu(value: Any) -> Any:
+    """For another process, which needn't have this one's device."""
+    if isinstance(value, Mapping):
+        return {key: _on_cpu(one) for key, one in value.items()}
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def own_part(saved: Mapping[str, Any], ranks: Ranks | None) -> Mapping[str, Any]:
+    """What this process wrote into a replica's state. Raises FleetMismatch if there are more or fewer now."""
+    parts = saved.get("ranks")
+    then, now = len(parts) if parts else 1, 1 if ranks is None else ranks.size
+    if then != now:
+        raise FleetMismatch(
+            f"the checkpoint is one of a replica of {then} processes, and this replica is {now}: start as many as then"
+        )
+    if ranks is None or parts is None:
+        return saved
+    own = parts[ranks.rank]
+    interval = {**saved["loop"]["interval"], "tokens": own["interval_tokens"]}
+    return {**saved, **own, "loop": {**saved["loop"], "interval": interval}}
 
 
 def final_of(ended: Mapping[str, Any]) -> FinalSummary:

@@ -96,7 +96,9 @@ class Snapshot:
     momentum: Sequence[Tensor]
     state: Mapping[str, Any]  # JSON values: controller state, plan, position
     digest: str
+    # of what `start` returns
     ended: bool = False  # nobody is expected any more: it is the run's last state
+    awaited: bool = False  # the coming round waits for this replica
 
 
 class Collective(Protocol):

@@ -21,6 +21,7 @@ from composer_replication.collective.object_store.requests import create
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, WIRE_VERSION, dump, load
 from composer_replication.collective.reduce import part_sizes
 from composer_replication.errors import ObjectCorrupt, ObjectMissing
+from composer_replication.store import details
 from composer_replication.store.base import ObjectStore
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "commit",
     "commit_draft",
     "digest_of",
+    "is_whole",
     "latest_round",
     "put_draft",
     "read",
@@ -126,6 +128,18 @@ def digest_of(store: ObjectStore, round: int) -> str:
     """The digest of the state that a checkpoint holds. Raises ObjectMissing."""
     key = keys.manifest(round)
     return str(load(store.get(key, max_bytes=MAX_POINTER_BYTES), key).get("digest"))
+
+
+def is_whole(store: ObjectStore, round: int) -> bool:
+    """Are all contents of a checkpoint there, with the sizes that its manifest names? (No hash is computed.)"""
+    key = keys.manifest(round)
+    try:
+        content = load(store.get(key, max_bytes=MAX_POINTER_BYTES), key)
+        facts = [(str(digest), int(size)) for what in ("anchor", "momentum") for digest, size in content[what]]
+    except (ObjectMissing, ObjectCorrupt, KeyError, TypeError, ValueError):
+        return False
+    sizes = details.sizes(store, keys.checkpoint(round))
+    return all(sizes.get(keys.checkpoint_blob(round, digest), 0) in (size, None) for digest, size in facts)
 
 
 def read(store: ObjectStore, run: str, round: int) -> Snapshot:

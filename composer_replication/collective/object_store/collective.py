@@ -19,13 +19,16 @@ from torch import Tensor
 
 from composer_replication.collective.base import Contribution, RoundOutcome, Snapshot
 from composer_replication.collective.codec import check_codec
-from composer_replication.collective.guards import ROBUST_LEAST, Guards
+from composer_replication.collective.guards import Guards
 from composer_replication.collective.layout import Layout
 from composer_replication.collective.membership import treat
 from composer_replication.collective.object_store import checkpoints, keys
-from composer_replication.collective.object_store.checkpoints import Manifest
+from composer_replication.collective.object_store.checkpointer import Checkpointer
+from composer_replication.collective.object_store.deadline import Patience
 from composer_replication.collective.object_store.driver import drive
 from composer_replication.collective.object_store.ending import close_run
+from composer_replication.collective.object_store.entrants import Entrants
+from composer_replication.collective.object_store.epochs import EpochStore, read_epochs
 from composer_replication.collective.object_store.events import Closed, Fail, Job, Timing
 from composer_replication.collective.object_store.failures import round_error
 from composer_replication.collective.object_store.fleet import agree_on_fleet, claim_replica
@@ -38,12 +41,13 @@ from composer_replication.collective.object_store.place import check_signing, op
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.requests import Requests, create
 from composer_replication.collective.object_store.roster import Mode, Plan, Policy
-from composer_replication.collective.object_store.round import State
+from composer_replication.collective.object_store.round import State, deadline_of
 from composer_replication.collective.object_store.shards import ShardWork, Trace, input_sizes
 from composer_replication.collective.object_store.waiting import backed_off, duration, seen, telling, watching
 from composer_replication.collective.object_store.wire import dump
 from composer_replication.errors import (
     Fenced,
+    FleetMismatch,
     Interrupted,
     RoundError,
     StoreError,
@@ -81,7 +85,7 @@ class ObjectStoreCollective:
     Args:
         store: a store, or its URI.
         control: a second store for all but the blobs, where the first can't create an object only once.
-        replica: this replica's id, from 0 to replicas - 1.
+        replica: this replica's id, from 0 to replicas - 1; under skip also a higher one, which joins the run.
         replicas: how many the run begins with.
         run: prefix of the run within the store.
         codec: "float32", "bfloat16" or "int8".
@@ -89,6 +93,10 @@ class ObjectStoreCollective:
             closes without it.
         min_replicas: under skip, how many a round needs; more than half of the fleet unless given.
         timeout_seconds: how long after its own contribution a replica waits for the others'.
+        deadline: under skip, where enough replicas are there: "adaptive" waits for the others twice as long as they
+            have made this replica wait in the last rounds, at least `deadline_floor_seconds` and a quarter of the
+            interval's own time, at most `timeout_seconds`; "fixed" always waits `timeout_seconds`.
+        deadline_floor_seconds: see `deadline`.
         start_timeout_seconds: the same for the beginning: the first state, round 0, and the first round of a resumed
             replica.
         poll_seconds: the shortest pause between two looks; they grow to `max_poll_seconds`.
@@ -120,6 +128,8 @@ class ObjectStoreCollective:
         failure_policy: Literal["strict", "skip"] = "strict",
         min_replicas: int | None = None,
         timeout_seconds: float = 600.0,
+        deadline: Literal["adaptive", "fixed"] = "adaptive",
+        deadline_floor_seconds: float = 10.0,
         start_timeout_seconds: float = 900.0,
         poll_seconds: float = 0.05,
         max_poll_seconds: float = 1.0,
@@ -138,25 +148,26 @@ class ObjectStoreCollective:
     ) -> None:
         if replicas < 1:
             raise ValueError(f"replicas must be at least 1, got {replicas}")
-        if not 0 <= replica < replicas:
-            raise ValueError(f"replica must be from 0 to {replicas - 1} in a fleet of {replicas}, got {replica}")
+        if not 0 <= replica < replicas and (replica < 0 or failure_policy == "strict"):
+            raise ValueError(
+                f"replica must be from 0 to {replicas - 1} in a fleet of {replicas}, got {replica}"
+                + (" (further ones may join only under failure_policy='skip')" if replica >= 0 else "")
+            )
         if failure_policy not in ("strict", "skip"):
             raise ValueError(f"failure_policy must be 'strict' or 'skip', got {failure_policy!r}")
         if min_replicas is not None and not 1 <= min_replicas <= replicas:
             raise ValueError(f"min_replicas must be from 1 to {replicas}, got {min_replicas}")
+        if deadline not in ("adaptive", "fixed"):
+            raise ValueError(f"deadline must be 'adaptive' or 'fixed', got {deadline!r}")
         guards = guards or Guards()
         guards.check_fleet(replicas)
-        least = ROBUST_LEAST if guards.robust else 1
-        if min_replicas is not None and min_replicas < least:
-            raise ValueError(
-                f"min_replicas must be at least {least} with aggregation={guards.aggregation!r}, got {min_replicas}: "
-                "fewer replicas can't outvote a wrong one"
-            )
+        guards.check_least(min_replicas)
         if mode not in ("auto", "direct", "sharded"):
             raise ValueError(f"mode must be 'auto', 'direct' or 'sharded', got {mode!r}")
         for name, value in (
             ("timeout_seconds", timeout_seconds),
             ("start_timeout_seconds", start_timeout_seconds),
+            ("deadline_floor_seconds", deadline_floor_seconds),
             ("poll_seconds", poll_seconds),
             ("max_poll_seconds", max_poll_seconds),
             ("heartbeat_seconds", heartbeat_seconds),
@@ -173,7 +184,7 @@ class ObjectStoreCollective:
         self._policy = Policy(
             strict=failure_policy == "strict",
             fleet=tuple(range(replicas)),
-            min_replicas=min_replicas if min_replicas is not None else max(replicas // 2 + 1, least),
+            min_replicas=min_replicas if min_replicas is not None else max(replicas // 2 + 1, guards.least),
             tolerated_misses=tolerated_misses,
             mode=mode,
             guards=guards,
@@ -183,6 +194,10 @@ class ObjectStoreCollective:
             takeover_seconds=takeover_seconds if takeover_seconds is not None else min(30.0, timeout_seconds / 10),
             poll_seconds=poll_seconds,
             max_poll_seconds=max(max_poll_seconds, poll_seconds),
+        )
+        adaptive = failure_policy == "skip" and deadline == "adaptive"
+        self._patience = (
+            Patience(floor_seconds=deadline_floor_seconds, ceiling_seconds=timeout_seconds) if adaptive else None
         )
         self._start_timeout = start_timeout_seconds
         self._heartbeat_seconds = heartbeat_seconds
@@ -202,14 +217,18 @@ class ObjectStoreCollective:
         self._slow_round: int | None = 0  # whose others may be starting still
         self._heart: Heartbeat | None = None
         self._collector: Collector | None = None
+        self._checkpointer: Checkpointer | None = None
+        self._entrants: Entrants | None = None  # under skip
+        self._before: ObjectStore | None = None  # the epoch before this one, if there is one
+        self._joined_at = 0  # rounds before it were closed, for this process, when it began
         # of the present round
         self._work: ShardWork | None = None
         self._roster: Roster | None = None
         self._incarnations: dict[int, int] = {}  # of the others, as they were last seen
-        self._pending: Manifest | None = None
         self._layouts: set[str] = set()
         self._left = False
         self._waited = 0.0
+        self._interval_began: float | None = None  # when the last round was applied
         self._closed = False
 
     @property
@@ -235,6 +254,7 @@ class ObjectStoreCollective:
         assert self._plan is None, "start() is called once"
         self._policy.guards.check_settings(settings)
         check_signing(self._raw)
+        self._enter_epoch()
         self._incarnation = claim_replica(
             self._store,
             self._replica,
@@ -248,6 +268,28 @@ class ObjectStoreCollective:
         except BaseException:
             self.close()
             raise
+
+    def _enter_epoch(self) -> None:
+        """Be part of the run's newest epoch."""
+        epochs = read_epochs(self._store)
+        if not epochs:
+            return
+        epoch = epochs[-1]
+        for name, here, there in (
+            ("nonce", self._nonce or epoch.run, epoch.run),
+            ("replicas", len(self.fleet), epoch.replicas),
+        ):
+            if here != there:
+                raise FleetMismatch(
+                    f"this process differs from its fleet (epoch {epoch.number} of the run in {self._store.uri}): "
+                    f"{name}: {here!r} here, {there!r} in the fleet. Start it as the run was resumed last, or use "
+                    "another prefix"
+                )
+        self._before = EpochStore(self._raw, epochs[:-1]) if len(epochs) > 1 else self._raw
+        self._raw = EpochStore(self._raw, epochs)
+        self._store = Requests(self._raw, sleep=self._sleep)
+        self._policy = replace(self._policy, first_round=epoch.first)
+        self._nonce = epoch.run
 
     def _join(self, offered: Snapshot, settings: Mapping[str, Any], resumed: bool) -> Snapshot:
         own = {
@@ -281,10 +323,17 @@ class ObjectStoreCollective:
             offered.layout,
             nonce=self._nonce,
             resumed=resumed,
+            before=self._before,
             first=self._replica == lowest,
             wait=wait,
             trace=self._trace,
         )
+        fleet = self.fleet
+        if not self._policy.strict:
+            self._entrants = Entrants(self._store, self._run, len(fleet))
+            if self._replica not in fleet:
+                self._entrants.announce(self._replica)
+            fleet = self._entrants.look()
         snapshot = offered
         if not resumed:
             snapshot = first_state(
@@ -296,12 +345,16 @@ class ObjectStoreCollective:
                 wait=wait,
                 trace=self._trace,
             )
-        standing = check_known(self._store, self._run, snapshot, strict=self._policy.strict, fleet=self.fleet)
+        standing = check_known(self._store, self._run, snapshot, strict=self._policy.strict, fleet=fleet)
         self._tip = standing.tip
-        self._slow_round = snapshot.round if resumed or snapshot.round == 0 else None
+        self._joined_at = standing.tip if not (resumed or self._policy.strict) else self._policy.first_round
+        first = self._policy.first_round
+        self._slow_round = max(snapshot.round, first) if resumed or snapshot.round <= first else None
         self._attempts = dict(standing.attempts)
-        self._plan = plan_at(self._store, self._run, snapshot.round, snapshot.digest, self.fleet)
-        if self._replica not in self._plan.expected:
+        self._plan = plan_at(self._store, self._run, snapshot.round, snapshot.digest, self.fleet, first=first)
+        # Under skip, whoever comes without a checkpoint comes to take part, even if it has left before.
+        awaiting = self.fleet if snapshot.round <= first else self._plan.expected
+        if self._replica not in awaiting and (resumed or self._policy.strict):
             self._left = has_left(self._store, self._run, snapshot.round, self._replica)
         before = closed_roster(self._store, self._run, snapshot.round - 1) if snapshot.round else None
         self._roster = before.roster if before is not None else None
@@ -309,9 +362,10 @@ class ObjectStoreCollective:
         self._collector = Collector(self._store, self._replica, checkpoint=newest, every=self._every)
         if self._roster is not None:
             self._collector.closed(self._roster)
+        self._checkpointer = Checkpointer(self._store, self._run, self._replica, every=self._every, trace=self._trace)
         heart.watch(self._run, snapshot.round, self._attempts.get(snapshot.round, 0))
         heart.look()
-        return snapshot
+        return replace(snapshot, ended=not self._plan.expected, awaited=self._replica in awaiting)
 
     # -- rounds
 
@@ -358,12 +412,18 @@ class ObjectStoreCollective:
             guards=self._policy.guards,
         )
         self._work = work
-        timing = self._timing
-        if round == self._slow_round:
+        timing, usual = self._timing, round != self._slow_round
+        if not usual:
             timing = replace(timing, timeout_seconds=max(timing.timeout_seconds, self._start_timeout))
+        elif self._patience is not None and self._interval_began is not None:
+            interval = self._clock() - self._interval_began
+            timing = replace(timing, patience_seconds=self._patience.seconds(interval))
+        policy = self._policy
+        if self._entrants is not None:
+            policy = replace(policy, fleet=self._entrants.look())
         job = Job(
             plan=plan,
-            policy=self._policy,
+            policy=policy,
             timing=timing,
             replica=self._replica,
             incarnation=self._incarnation,
@@ -392,7 +452,10 @@ class ObjectStoreCollective:
             raise round_error(ending, self._store, plan.round, self._replica, layout)
         if ending.closed is None:
             return None
-        self._confirm(ending.closed)
+        if self._patience is not None and usual and contribution is not None:
+            self._patience.saw(ending.closed.lateness)
+        assert self._checkpointer is not None
+        self._checkpointer.confirm(ending.closed.roster)
         self._advance(ending.closed)
         return self._outcome(
             ending.closed,
@@ -418,14 +481,16 @@ class ObjectStoreCollective:
         self._roster = roster
         self._incarnations |= closed.incarnations
         reports = (*roster.members, *roster.others)
-        self._left = self._left or any(r.replica == self._replica and r.leaving for r in reports)
+        if roster.round >= self._joined_at:
+            self._left = self._left or any(r.replica == self._replica and r.leaving for r in reports)
+        first = roster.round + 1 == self._policy.first_round  # then who the epoch before expected doesn't matter
         self._plan = Plan(
             run=self._run,
             round=roster.round + 1,
             prev=closed.roster_hash,
             base="",
-            expected=roster.expected_next,
-            misses=roster.misses,
+            expected=self.fleet if first else roster.expected_next,
+            misses={} if first else roster.misses,
         )
         self._heart.watch(self._run, roster.round + 1, self._attempts.get(roster.round + 1, 0))
         if roster.round + 1 < self._tip:
@@ -459,6 +524,7 @@ class ObjectStoreCollective:
             expected_next=roster.expected_next,
             mean_square_norm=square_norm,
             mean=mean,
+            lateness=closed.lateness,
             wait_seconds=self._waited,
             phase_seconds=work.seconds,
             **counts,
@@ -473,23 +539,15 @@ class ObjectStoreCollective:
 
     def applied(self, take: Callable[[], Snapshot]) -> None:
         roster = self._roster
-        assert roster is not None and self._collector is not None
+        assert roster is not None and self._collector is not None and self._checkpointer is not None
         self._trace("before:applied")
         self._drop_work()
-        following = roster.round + 1
-        writers = roster.present & set(roster.expected_next)
-        if following % self._every == 0 and writers and min(writers) == self._replica:
-            self._pending = checkpoints.write_blobs(self._store, self._run, take(), self._trace)
+        self._checkpointer.applied(roster, take)
         self._trace("before:collect")
         self._collector.collect(roster)
         self._trace("after:collect")
         self._trace("after:applied")
-
-    def _confirm(self, closed: Closed) -> None:
-        """The next roster starts from the checkpoint that was written: now it may be found."""
-        pending, self._pending = self._pending, None
-        if pending is not None and pending.round == closed.roster.round and pending.digest == closed.roster.base:
-            checkpoints.commit(self._store, pending, self._trace)
+        self._interval_began = self._clock()
 
     def publish(self, status: Mapping[str, Any]) -> None:
         if self._heart is not None:
@@ -497,6 +555,9 @@ class ObjectStoreCollective:
 
     def finish(self, digest: str, result: Mapping[str, Any]) -> None:
         content = {"replica": self._replica, "digest": digest, "incarnation": self._incarnation, "run": self._run}
+        over = self._roster is not None and not self._roster.expected_next
+        if over and self._checkpointer is not None:
+            self._checkpointer.leave_draft(digest)
         self._trace("before:result")
         self._store.put(
             keys.result(self._replica), json.dumps({**content, "result": dict(result)}, default=str).encode()
@@ -510,6 +571,8 @@ class ObjectStoreCollective:
             return
         self._closed = True
         self._drop_work()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
         if self._heart is not None:
             self._heart.stop("closed")
         if self._incarnation:
@@ -549,7 +612,7 @@ class ObjectStoreCollective:
         if state.roster is None and since is not None:
 
             def line() -> str:
-                left = duration(since + job.timing.timeout_seconds - self._clock())
+                left = duration(deadline_of(state) - self._clock())
                 enough = len(state.declared) >= self._policy.needed(job.plan.expected, job.plan.round)
                 return (
                     f"replica {self._replica} waits for {seen(self._raw, state.awaited)} in {self._store.uri}, "

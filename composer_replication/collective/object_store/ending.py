@@ -1,6 +1,6 @@
 """How a run ends: the last checkpoint and `final.json`, once all of its last round have recorded the same digest.
 
-Invariant: both are written for a unanimous end only, by whoever comes last; and what final.json says was there before it.
+Invariant: both are written for a unanimous end only, by whoever comes last; final.json is the very last object.
 """
 
 from __future__ import annotations

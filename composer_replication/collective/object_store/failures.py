@@ -10,6 +10,7 @@ from composer_replication.collective.object_store.roster import OTHER_TENSORS
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
 from composer_replication.errors import (
     Diverged,
+    Fenced,
     FleetMismatch,
     ObjectCorrupt,
     ReplicationError,
@@ -48,7 +49,10 @@ def round_error(fail: Fail, store: ObjectStore, round: int, replica: int, layout
             differences = _tensor_differences(store, fail.reason, layout)
             return FleetMismatch(f"{where}: {me} trained other tensors than the fleet: {differences}. {_SAME_TENSORS}")
         case "sealed":
-            return FleetMismatch(f"{where} is sealed ({fail.reason}): the run goes on elsewhere")
+            return Fenced(
+                f"{where} is sealed: {fail.reason}. {me} belongs to the fleet before it, and stops; it is not to be "
+                "restarted as such"
+            )
         case "corrupt":
             return ObjectCorrupt(f"{where}: {fail.reason}")
         case "store":

@@ -24,10 +24,26 @@ from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.requests import create, there
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, WIRE_VERSION, dump, load
 from composer_replication.collective.reduce import reduce_chunk
-from composer_replication.errors import FleetMismatch, ObjectCorrupt, ObjectExists, ReplicaTaken, StoreError
+from composer_replication.errors import (
+    FleetMismatch,
+    ObjectCorrupt,
+    ObjectExists,
+    ObjectMissing,
+    ReplicaTaken,
+    StoreError,
+)
 from composer_replication.store.base import ObjectStore
 
-__all__ = ["Process", "agree_on_fleet", "claim_replica", "few", "numerics_probe", "this_process"]
+__all__ = [
+    "Process",
+    "agree_on_fleet",
+    "claim_replica",
+    "few",
+    "heartbeat",
+    "live_replicas",
+    "numerics_probe",
+    "this_process",
+]
 
 _Json = dict[str, Any]
 
@@ -117,14 +133,9 @@ def _refuse_if_alive(
     pause: Callable[[float], None],
 ) -> None:
     key = keys.claim(replica, incarnation)
-    try:
-        content = load(store.get(key, max_bytes=MAX_POINTER_BYTES), key)
-    except ObjectCorrupt:
-        content = {}  # held by nobody knows whom: its heartbeat tells, as for a process elsewhere
-    holder = Process(*(str(content.get(name, "")) for name in ("host", "boot", "namespace")), 0, "")  # type: ignore[arg-type]
-    pid = content.get("pid")
+    holder, pid, started = _holder(store, replica, incarnation)
     if me.beside(holder) and isinstance(pid, int):
-        alive = _started(pid) == str(content.get("started", ""))
+        alive = _started(pid) == started
     else:
         alive = _beats(store, replica, incarnation, heartbeat_seconds, clock, pause)
     if alive:
@@ -133,6 +144,47 @@ def _refuse_if_alive(
             f"replica {replica} is held by {who} (claim {incarnation} in {store.uri}): "
             "choose another id, or stop that process first"
         )
+
+
+def live_replicas(
+    store: ObjectStore, replicas: Sequence[int], *, clock: Callable[[], float], pause: Callable[[float], None]
+) -> list[str]:
+    """Which of these ids a process holds that lives, in words. Those elsewhere are watched together, for two heartbeats
+    of the slowest."""
+    me, alive, watched = this_process(), list[str](), dict[int, _Json]()
+    for replica in replicas:
+        beat = heartbeat(store, replica)
+        incarnation = beat.get("incarnation")
+        if not beat or beat.get("state") in ("closed", "fenced") or not isinstance(incarnation, int):
+            continue
+        holder, pid, started = _holder(store, replica, incarnation)
+        if me.beside(holder) and isinstance(pid, int):
+            if _started(pid) == started:
+                alive.append(f"replica {replica} by process {pid} on {holder.host}")
+        else:
+            watched[replica] = beat
+    until = clock() + 2.0 * max((_interval(beat) for beat in watched.values()), default=0.0)
+    while watched and clock() < until:
+        pause(min(0.5, max(until - clock(), 0.0)))
+        for replica in [r for r, beat in watched.items() if heartbeat(store, r).get("counter") != beat.get("counter")]:
+            alive.append(f"replica {replica} on {watched.pop(replica).get('host')}")
+    return alive
+
+
+def _interval(beat: _Json) -> float:
+    seconds = beat.get("heartbeat_seconds")
+    return float(seconds) if isinstance(seconds, int | float) else 0.0
+
+
+def _holder(store: ObjectStore, replica: int, incarnation: int) -> tuple[Process, Any, str]:
+    """(where a claim's process runs, its id there, when it was started); empty if the claim can't be read."""
+    key = keys.claim(replica, incarnation)
+    try:
+        content = load(store.get(key, max_bytes=MAX_POINTER_BYTES), key)
+    except (ObjectCorrupt, ObjectMissing):
+        content = {}  # held by nobody knows whom: its heartbeat tells, as for a process elsewhere
+    holder = Process(*(str(content.get(name, "")) for name in ("host", "boot", "namespace")), 0, "")  # type: ignore[arg-type]
+    return holder, content.get("pid"), str(content.get("started", ""))
 
 
 def _beats(
@@ -147,8 +199,7 @@ def _beats(
     first = heartbeat(store, replica)
     if first.get("incarnation") != incarnation:
         return False  # it has never shown itself: it died while it was starting, or is about to find itself outclaimed
-    theirs = first.get("heartbeat_seconds")
-    interval = max(heartbeat_seconds, float(theirs) if isinstance(theirs, int | float) else 0.0)
+    interval = max(heartbeat_seconds, _interval(first))
     until = clock() + 2.0 * interval
     while clock() < until:
         pause(min(interval / 4, max(until - clock(), 0.0)))
@@ -197,16 +248,20 @@ def agree_on_fleet(
     *,
     nonce: str,
     resumed: bool,
+    before: ObjectStore | None,
     first: bool,
     wait: Callable[[], None],
     trace: Callable[[str], None],
 ) -> str:
     """Write fleet.json (only the `first` id does), or find that it says the same. Gives the run's nonce.
 
-    One writer, so that a replica with a wrong setting is refused itself, and never the rest of the fleet. Raises
+    One writer, so that a replica with a wrong setting is refused itself, and never the rest of the fleet. `before` is
+    the view of the epoch before this one, if there is one: its training settings stay those of the run. Raises
     FleetMismatch; `wait` pauses, and raises when it has been too long.
     """
-    if resumed and not there(store, keys.FLEET):
+    if before is not None:
+        _check_settings_stay(before, own)
+    elif resumed and not there(store, keys.FLEET):
         raise FleetMismatch(
             f"{store.uri} holds no run that could be resumed (no {keys.FLEET}): give the prefix that the checkpoint's "
             "run used, or start afresh without the checkpoint"
@@ -225,7 +280,9 @@ def agree_on_fleet(
             f"{store.uri} holds another run ({theirs}; this one is {nonce}): choose another prefix, "
             "or resume that run under its own name"
         )
-    tensors, settings = _layout_differences(layout, found, resumed), _differences(_flat(facts), _flat(found))
+    # Tensors may have been unfrozen since the run began.
+    known_only = resumed or before is not None
+    tensors, settings = _layout_differences(layout, found, known_only), _differences(_flat(facts), _flat(found))
     if tensors or settings:
         frozen = [line for line in settings if line.startswith("settings.frozen.")]  # a line for each tensor, too
         parts = [few([*tensors, *frozen], 3), few([line for line in settings if line not in frozen], 20)]
@@ -236,17 +293,29 @@ def agree_on_fleet(
     return theirs
 
 
+def _check_settings_stay(before: ObjectStore, own: Mapping[str, Any]) -> None:
+    """A run that goes on in a new epoch is still trained as it was: its controller's state wouldn't fit otherwise."""
+    theirs = load(before.get(keys.FLEET, max_bytes=MAX_POINTER_BYTES), keys.FLEET)
+    pairs = ({"settings": own.get("settings")}, {"settings": theirs.get("settings")})
+    lines = [line for line in _differences(*(_flat(one) for one in pairs)) if not line.startswith("settings.frozen")]
+    if lines:
+        raise FleetMismatch(
+            f"this process differs from the run that it resumes ({before.uri}): {few(lines, 20)}. Resume with the "
+            "settings that the run began with, or begin another run in another place"
+        )
+
+
 def few(lines: Sequence[str], most: int) -> str:
     """The first `most` of them in one line, and how many more there are."""
     return "; ".join(lines[:most]) + (f"; and {len(lines) - most} more" if len(lines) > most else "")
 
 
-def _layout_differences(layout: Layout, found: _Json, resumed: bool) -> list[str]:
+def _layout_differences(layout: Layout, found: _Json, known_only: bool) -> list[str]:
     try:
         theirs = Layout.from_json(found["layout"])
     except (KeyError, TypeError, ValueError):
         return [f"layout: {keys.FLEET} has none that this version can read"]
-    if resumed:  # tensors may have been unfrozen since the run began; those that both know must still agree
+    if known_only:  # those that both know must still agree
         known = {slot.name for slot in layout.slots} & {slot.name for slot in theirs.slots}
         layout, theirs = (
             Layout(

@@ -23,6 +23,7 @@ __all__ = [
     "decided",
     "declared_base",
     "has_left",
+    "is_void",
     "plan_at",
     "stand",
 ]
@@ -61,7 +62,12 @@ def stand(store: ObjectStore, run: str, start: int, *, strict: bool) -> Standing
     while True:
         attempt, holds, enter = 0, None, 0
         while (found := decided(store, run, round, attempt)) is not None:
-            void = found.roster.kind == "roster" and _void(store, found.roster)
+            if found.roster.kind == "sealed":
+                raise FleetMismatch(
+                    f"the run in {store.uri} is sealed at round {round} ({found.roster.reason}), and the epoch that "
+                    "was to go on from there hasn't begun: resume it again (composer-replication launch --resume)"
+                )
+            void = found.roster.kind == "roster" and is_void(store, found.roster)
             if found.roster.kind == "roster" and not void:
                 holds = found
                 break
@@ -83,8 +89,9 @@ def closed_roster(store: ObjectStore, run: str, round: int) -> Decided | None:
     return last
 
 
-def plan_at(store: ObjectStore, run: str, round: int, base: str, fleet: tuple[int, ...]) -> Plan:
-    """What a replica knows that enters a round in state `base`: from the roster of the round before."""
+def plan_at(store: ObjectStore, run: str, round: int, base: str, fleet: tuple[int, ...], *, first: int = 0) -> Plan:
+    """What a replica knows that enters a round in state `base`: from the roster of the round before. The `first` round
+    of an epoch needs the whole `fleet`."""
     if round == 0:
         return Plan(run=run, round=0, prev=run, base=base, expected=fleet)
     last = closed_roster(store, run, round - 1)
@@ -95,8 +102,8 @@ def plan_at(store: ObjectStore, run: str, round: int, base: str, fleet: tuple[in
         round=round,
         prev=last.hash,
         base=base,
-        expected=last.roster.expected_next,
-        misses=last.roster.misses,
+        expected=last.roster.expected_next if round != first else fleet,
+        misses=last.roster.misses if round != first else {},
     )
 
 
@@ -126,7 +133,8 @@ def can_follow(store: ObjectStore, run: str, round: int) -> bool:
     return means or {report.replica for report in found.roster.members} <= writers
 
 
-def _void(store: ObjectStore, roster: Roster) -> bool:
+def is_void(store: ObjectStore, roster: Roster) -> bool:
+    """Was one of a roster's shards found to have no mean?"""
     for shard in range(roster.shards):
         key = keys.mean(roster.round, roster.attempt, shard)
         try:

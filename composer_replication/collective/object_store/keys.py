@@ -24,6 +24,8 @@ __all__ = [
     "closed",
     "incarnation_of",
     "draft",
+    "epoch",
+    "epoch_prefix",
     "input_chunk",
     "inputs",
     "is_blob",
@@ -48,6 +50,16 @@ CLAIMS = "claims/"
 MEMBERS = "members/"
 CHECKPOINTS = "checkpoints/"
 _BLOB = re.compile(r"(?:\A|/)(?:rounds/\d{8}/\d{1,6}/(?:in|out)/.|checkpoints/\d{8}/(?!manifest\.json\Z).)")
+
+
+def epoch(number: int) -> str:
+    """The pointer by which the number-th epoch exists, from 1 on."""
+    return f"epochs/{number}.json"
+
+
+def epoch_prefix(number: int) -> str:
+    """Where an epoch's own objects lie, within the run."""
+    return f"epochs/{number}/" if number else ""
 
 
 def claims(replica: int) -> str:
