@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,9 @@ from composer_replication.autoloco.config import OuterConfig
 from composer_replication.autoloco.values import Policy
 from composer_replication.collective.base import Collective
 from composer_replication.collective.codec import check_codec
+from composer_replication.collective.guards import Guards
 from composer_replication.isolate import REPLICA, REPLICAS, Identity, read_identity
+from composer_replication.store.signing_key import find_signing_key
 
 __all__ = ["Options", "read_options"]
 
@@ -61,7 +64,7 @@ def read_options(
     max_horizon: int | None = None,
     horizon_step: int | None = None,
     warmup_steps: int | None = None,
-    outer_lr: float = 0.7,
+    outer_lr: float | None = None,
     outer_momentum: float | None = None,
     normalize: bool = False,
     codec: str = "float32",
@@ -70,6 +73,11 @@ def read_options(
     timeout: float = 600.0,
     start_timeout: float = 900.0,
     deadline: Literal["adaptive", "fixed"] = "adaptive",
+    outliers: Literal["warn", "clip", "exclude", "off"] = "warn",
+    outlier_threshold: float = 3.5,
+    aggregation: Literal["mean", "median", "trimmed_mean"] = "mean",
+    trim_fraction: float = 0.1,
+    signing_key_file: str | os.PathLike[str] | None = None,
     outer_device: str | torch.device = "cpu",
     weighting: Literal["equal", "tokens"] = "equal",
     buffers: Literal["average", "local"] = "average",
@@ -114,7 +122,29 @@ def read_options(
     if collective is not None and control is not None:
         raise ValueError("control is a second store: it comes with a store, not with a collective")
     check_codec(codec)
+    guards = Guards(
+        outliers=outliers, outlier_threshold=outlier_threshold, aggregation=aggregation, trim_fraction=trim_fraction
+    )
+    guards.check_settings({"weighting": weighting})
+    if signing_key_file is not None and not isinstance(signing_key_file, (str, os.PathLike)):
+        raise ValueError(f"signing_key_file must be the name of a file, got a {type(signing_key_file).__name__}")
     if collective is not None:
+        _refuse_of_the_store(
+            launcher=launcher,
+            run=run,
+            codec=codec,
+            replica_failure_policy=replica_failure_policy,
+            min_replicas=min_replicas,
+            timeout=timeout,
+            start_timeout=start_timeout,
+            deadline=deadline,
+            outliers=outliers,
+            outlier_threshold=outlier_threshold,
+            aggregation=aggregation,
+            trim_fraction=trim_fraction,
+            signing_key_file=signing_key_file,
+            checkpoint_every=checkpoint_every,
+        )
         identity, meet = given_collective(collective, replica=replica, replicas=replicas)
     else:
         _refuse_contradictions(replica=replica, replicas=replicas)
@@ -126,6 +156,9 @@ def read_options(
             )
         if min_replicas is not None and not 1 <= min_replicas <= identity.replicas:
             raise ValueError(f"min_replicas must be between 1 and {identity.replicas}, got {min_replicas!r}")
+        guards.check_fleet(identity.replicas)
+        guards.check_least(min_replicas)
+        find_signing_key(signing_key_file)  # read again when a fit begins: nothing here holds it
         meet = open_store(
             store,
             identity,
@@ -138,6 +171,8 @@ def read_options(
             timeout_seconds=timeout,
             start_timeout_seconds=start_timeout,
             deadline=deadline,
+            guards=guards,
+            signing_key=signing_key_file,
             checkpoint_every=checkpoint_every,
         )
     return Options(
@@ -155,6 +190,17 @@ def read_options(
         checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir),
         checkpoint_every_rounds=checkpoint_every_rounds,
     )
+
+
+def _refuse_of_the_store(**given: Any) -> None:
+    """A ready collective has its own settings: an argument about the rounds would have no effect."""
+    defaults = signature(read_options).parameters
+    without_effect = [name for name, value in given.items() if value != defaults[name].default]
+    if without_effect:
+        raise ValueError(
+            f"{', '.join(without_effect)} can't be given together with collective=, which has settings of its own: "
+            "give them to the collective when you make it, or give store= instead"
+        )
 
 
 def _refuse_contradictions(**given: int | None) -> None:

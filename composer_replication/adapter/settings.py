@@ -37,12 +37,19 @@ def make_settings(policy: str | Policy, options: Mapping[str, Any]) -> tuple[Pol
         given = sorted([*horizon, *own])
         if given:
             raise ValueError(f"policy is ready-made, so {', '.join(given)} must be left out")
-        return policy, OuterConfig(**outer)
+        made = policy
+        return made, _resolvable(OuterConfig(**outer), made)
     if policy == "linear":
         horizon.setdefault("base_horizon", 1)  # it has none
     if "base_horizon" not in horizon:
         raise ValueError("base_horizon is missing: how many optimizer steps a replica trains alone, e.g. 500")
-    return make_policy(policy, AutoLoCoConfig(**horizon), **own), OuterConfig(**outer)
+    made = make_policy(policy, AutoLoCoConfig(**horizon), **own)
+    return made, _resolvable(OuterConfig(**outer), made)
+
+
+def _resolvable(outer: OuterConfig, policy: Policy) -> OuterConfig:
+    outer.resolved(policy.name)  # a ValueError here, rather than when training begins
+    return outer
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

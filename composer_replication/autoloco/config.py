@@ -16,6 +16,7 @@ __all__ = ["OUTER_KINDS", "AutoLoCoConfig", "OuterConfig"]
 OUTER_KINDS = ("nesterov", "average")
 
 _AVERAGING_POLICIES = frozenset({"qsr", "linear"})
+_OUTER_LR = 0.7
 _FIXED_MOMENTUM = 0.9
 _ADAPTIVE_MOMENTUM = 0.7
 
@@ -142,7 +143,7 @@ class OuterConfig:
     """The outer step: base coefficients, and how they follow the interval (paper, section 3.2, appendix B)."""
 
     kind: str | None = None  # "nesterov" or "average"; None: the policy's own
-    lr: float = 0.7
+    lr: float | None = None  # None: 0.7; with kind "average" it is 1
     momentum: float | None = None  # None: the policy's own
     momentum_min: float = 0.5
     momentum_max: float = 0.95
@@ -154,7 +155,8 @@ class OuterConfig:
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in OUTER_KINDS:
             raise _refuse("kind", self.kind, " or ".join(repr(kind) for kind in OUTER_KINDS))
-        _check_float("lr", self.lr, 0.0, float("inf"), low_open=True)
+        if self.lr is not None:
+            _check_float("lr", self.lr, 0.0, float("inf"), low_open=True)
         if self.momentum is not None:
             _check_float("momentum", self.momentum, 0.0, 1.0, high_open=True)
         _check_float("momentum_min", self.momentum_min, 0.0, 1.0, high_open=True)
@@ -167,6 +169,19 @@ class OuterConfig:
             raise ValueError(
                 f"momentum must be left out with kind 'average' (plain model averaging), not {self.momentum!r}"
             )
+        if self.kind == "average":
+            self._check_averaging("kind 'average'")
+
+    def _check_averaging(self, what: str) -> None:
+        if self.lr not in (None, 1.0):
+            raise ValueError(
+                f"lr must be left out with {what} (plain model averaging, outer learning rate 1), not {self.lr!r}"
+            )
+
+    @property
+    def base_lr(self) -> float:
+        """The outer learning rate before it is adapted."""
+        return _OUTER_LR if self.lr is None else self.lr
 
     def resolved(self, policy: str) -> OuterConfig:
         """The same with `kind` and `momentum` filled in for a policy of that name.
@@ -176,6 +191,8 @@ class OuterConfig:
         """
         kind = self.kind or ("average" if policy in _AVERAGING_POLICIES else "nesterov")
         if kind == "average":
+            self._check_averaging(f"policy {policy!r} and kind {self.kind!r}")
             return replace(self, kind=kind, lr=1.0, momentum=self.momentum or 0.0)
         own = _FIXED_MOMENTUM if policy == "fixed" else _ADAPTIVE_MOMENTUM
-        return replace(self, kind=kind, momentum=own if self.momentum is None else self.momentum)
+        momentum = own if self.momentum is None else self.momentum
+        return replace(self, kind=kind, lr=self.base_lr, momentum=momentum)

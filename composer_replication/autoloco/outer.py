@@ -49,7 +49,7 @@ def outer_coefficients(config: OuterConfig, momentum: float, mass: float, base_m
         return OuterCoefficients(rho=1.0, momentum=0.0, lr=1.0, divisor=1.0)
     rho = mass_ratio(mass, base_mass)
     if rho == 1.0:
-        return OuterCoefficients(rho=1.0, momentum=momentum, lr=config.lr, divisor=1.0)
+        return OuterCoefficients(rho=1.0, momentum=momentum, lr=config.base_lr, divisor=1.0)
     low, high = min(config.momentum_min, momentum), max(config.momentum_max, momentum)
     retained = min(max(momentum**rho, low), high) if config.adapt_momentum else momentum
     scale = 1.0
@@ -60,6 +60,6 @@ def outer_coefficients(config: OuterConfig, momentum: float, mass: float, base_m
     return OuterCoefficients(
         rho=rho,
         momentum=retained,
-        lr=config.lr * scale,
+        lr=config.base_lr * scale,
         divisor=rho + EPSILON if config.normalize else 1.0,
     )

@@ -119,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the run's store (file:///folder, or a folder), or the folder of a run on this machine",
     )
     status.add_argument("--control", metavar="URI", help="the run's second store, if it has one (docs/stores.md)")
+    status.add_argument("--signing-key-file", metavar="FILE", help="the run's key, if it is signed (docs/security.md)")
     status.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
     status.add_argument("--json", action="store_true", help="for programs: one JSON object (one a line with --watch)")
     status.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="pause of --watch (default 2)")
@@ -175,7 +176,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.command == "status":
             from composer_replication.cli.status import status
 
-            return status(args.uri, control=args.control, watch=args.watch, as_json=args.json, every_seconds=args.every)
+            return status(
+                args.uri,
+                control=args.control,
+                signing_key_file=args.signing_key_file,
+                watch=args.watch,
+                as_json=args.json,
+                every_seconds=args.every,
+            )
         if args.command == "schedule":
             from composer_replication.cli.schedule import schedule
 

@@ -18,9 +18,17 @@ __all__ = ["export"]
 
 
 def export(
-    uri: str, output: str, *, control: str | None, round: int | None, wide: bool, overwrite: bool, as_json: bool
+    uri: str,
+    output: str,
+    *,
+    control: str | None,
+    round: int | None,
+    wide: bool,
+    overwrite: bool,
+    as_json: bool,
+    signing_key_file: str | None = None,
 ) -> int:
-    store = open_run(place_of(uri), control=control, create=False)
+    store = open_run(place_of(uri), control=control, create=False, signing_key=signing_key_file)
     weights = read_shared_weights(store, round, narrow=not wide)
     path = Path(output).expanduser()
     write_weights(weights, path, overwrite=overwrite)

@@ -20,9 +20,17 @@ _BATCH = 1000
 
 
 def gc(
-    uri: str, *, control: str | None, delete: bool, before: int | None, only_final: bool, listed: bool, as_json: bool
+    uri: str,
+    *,
+    control: str | None,
+    delete: bool,
+    before: int | None,
+    only_final: bool,
+    listed: bool,
+    as_json: bool,
+    signing_key_file: str | None = None,
 ) -> int:
-    store = open_run(place_of(uri), control=control, create=False)
+    store = open_run(place_of(uri), control=control, create=False, signing_key=signing_key_file)
     tidy = plan_tidy(store, before=before, only_final=only_final)
     if not as_json:
         _show(store, tidy, listed)

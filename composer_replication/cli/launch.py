@@ -37,7 +37,9 @@ RECIPE_FILE = "recipe.yaml"
 def launch(path: str, overrides: Sequence[str], *, dry_run: bool, resume: bool, plain: bool) -> int:
     recipe = load_recipe(path, overrides)
     section = recipe.store  # the replicas are told places that don't depend on the folder one stands in
-    recipe = replace(recipe, store=replace(section, uri=_absolute(section.uri), control=_absolute(section.control)))
+    key_file = section.signing_key_file and str(Path(section.signing_key_file).expanduser().absolute())
+    places = {"uri": _absolute(section.uri), "control": _absolute(section.control), "signing_key_file": key_file}
+    recipe = replace(recipe, store=replace(section, **places))
     check_components(recipe)
     if not resume:
         for name, uri in (("store.uri", recipe.store.uri), ("store.control", recipe.store.control)):
@@ -119,7 +121,7 @@ def _open(section: StoreSection) -> ObjectStore:
             except ValueError as error:
                 raise RecipeError(f"{name}: {error}") from error
             check_writable(opened[name])
-    return open_run(opened["store.uri"], control=opened.get("store.control"))
+    return open_run(opened["store.uri"], control=opened.get("store.control"), signing_key=section.signing_key_file)
 
 
 def _resumed(recipe: Recipe) -> Recipe:

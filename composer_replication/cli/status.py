@@ -19,10 +19,19 @@ _LATELY = 20  # rounds
 _LATE_SECONDS = 1.0  # less is nothing to tell
 
 
-def status(uri: str, *, control: str | None = None, watch: bool, as_json: bool, every_seconds: float) -> int:
+def status(
+    uri: str,
+    *,
+    control: str | None = None,
+    signing_key_file: str | None = None,
+    watch: bool,
+    as_json: bool,
+    every_seconds: float,
+) -> int:
     if not every_seconds > 0:
         raise ValueError(f"--every must be more than 0, not {every_seconds:g}")
-    reader = RunReader(open_run(place_of(uri), control=control, create=False))
+    place = open_run(place_of(uri), control=control, create=False, signing_key=signing_key_file)
+    reader = RunReader(place)
     reader.refresh()
     if reader.fleet is None and not watch:
         raise StoreError(f"there is no run in {reader.store.uri} (no fleet.json): is that the run's store?")

@@ -48,6 +48,7 @@ Command = Callable[[str, str, str], argparse.ArgumentParser]
 def _place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("uri", metavar="URI", help="the run's store, or the folder of a run on this machine")
     parser.add_argument("--control", metavar="URI", help="the run's second store, if it has one (docs/stores.md)")
+    parser.add_argument("--signing-key-file", metavar="FILE", help="the run's key, if it is signed (docs/security.md)")
 
 
 def add_tools(command: Command) -> None:
@@ -78,6 +79,7 @@ def run_tool(args: argparse.Namespace) -> int | None:
             args.uri,
             args.output,
             control=args.control,
+            signing_key_file=args.signing_key_file,
             round=args.round,
             wide=args.float32,
             overwrite=args.overwrite,
@@ -89,6 +91,7 @@ def run_tool(args: argparse.Namespace) -> int | None:
         return gc(
             args.uri,
             control=args.control,
+            signing_key_file=args.signing_key_file,
             delete=args.delete,
             before=args.before,
             only_final=args.only_final,

@@ -6,7 +6,6 @@ between two rounds comes from its heartbeat, which may be some seconds old.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.entrants import Entrants
 from composer_replication.collective.object_store.history import decided
 from composer_replication.collective.object_store.pointers import Roster
-from composer_replication.errors import ObjectMissing, StoreError
+from composer_replication.collective.object_store.wire import load
+from composer_replication.errors import ObjectCorrupt, ObjectMissing, StoreError
 from composer_replication.store import ObjectStore
 
 __all__ = ["ClosedRound", "RunReader", "Straggler"]
@@ -177,9 +177,8 @@ class RunReader:
 
     def _json(self, key: str) -> Mapping[str, Any] | None:
         try:
-            content = json.loads(self.store.get(key, max_bytes=_MAX_BYTES))
+            return load(self.store.get(key, max_bytes=_MAX_BYTES), key)
         except ObjectMissing:
             return None
-        except ValueError as error:
-            raise StoreError(f"{key} in {self.store.uri} isn't JSON: {error}") from error
-        return content if isinstance(content, dict) else None
+        except ObjectCorrupt as error:
+            raise StoreError(f"{self.store.uri}: {error}") from error

@@ -74,6 +74,19 @@ class Guards:
                 "values none can be told to be the wrong one"
             )
 
+    @property
+    def least(self) -> int:
+        """How many members a round needs."""
+        return ROBUST_LEAST if self.robust else 1
+
+    def check_least(self, min_replicas: int | None) -> None:
+        """Raise ValueError if a round may close with so few that they can't outvote a wrong one."""
+        if min_replicas is not None and min_replicas < self.least:
+            raise ValueError(
+                f"min_replicas must be at least {self.least} with aggregation={self.aggregation!r}, got "
+                f"{min_replicas}: fewer replicas can't outvote a wrong one"
+            )
+
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         """Raise ValueError if the loop's settings don't go with these."""
         if self.robust and settings.get("weighting", "equal") != "equal":

@@ -37,7 +37,8 @@ class AutoLoCo(Algorithm):
             exactly. Left out: the Trainer's default (every batch for Composer's schedulers, every epoch for torch's).
         options: those of `composer_replication.lightning.AutoLoCoCallback`, by the same names: replica, replicas, run,
             policy, base_horizon, min_horizon, max_horizon, warmup_steps, outer_lr, outer_momentum, codec,
-            replica_failure_policy, timeout, weighting, buffers, validate_with, checkpoint_dir, ... and every field of
+            replica_failure_policy, timeout, outliers, aggregation, signing_key_file, weighting, buffers,
+            validate_with, checkpoint_dir, ... and every field of
             AutoLoCoConfig and OuterConfig. All but token_fn and collective can stand in a YAML file.
 
     Raises:

@@ -53,7 +53,7 @@ class AutoLoCoCallback(pl.Callback):
         base_horizon: optimizer steps in the base interval.
         min_horizon, max_horizon, horizon_step: bounds and spacing of the horizons; None: half, one and a half, a tenth.
         warmup_steps: inner learning-rate warm-up, during which the horizon stays.
-        outer_lr, outer_momentum, normalize: outer optimizer; momentum None: 0.9 for "fixed", 0.7 otherwise.
+        outer_lr, outer_momentum, normalize: outer optimizer; None: 0.7, and momentum 0.9 for "fixed", 0.7 otherwise.
         codec: "float32", "bfloat16" or "int8": how pseudo-gradients travel.
         replica_failure_policy: "strict": all or nothing; "skip": go on without those that are missing at the deadline.
         min_replicas: fewest replicas that may close a round under "skip"; None: more than half.
@@ -69,6 +69,10 @@ class AutoLoCoCallback(pl.Callback):
         validate_with: "local": the weights as they are; "shared": those that the fleet agreed on last.
         checkpoint_dir, checkpoint_every_rounds: this replica's own durable checkpoints (`latest_checkpoint`).
         checkpoint_every: rounds between two checkpoints of the shared state in the store, for newcomers.
+        outliers: a pseudo-gradient whose norm sticks out of its round is told ("warn"), scaled down ("clip"), left out
+            ("exclude") or taken as it is ("off"); outlier_threshold: its robust z-score, 3.5 unless given.
+        aggregation: "mean"; "median" or "trimmed_mean" (with trim_fraction) for fleets that can't trust all replicas.
+        signing_key_file: sign all objects with the key in this file, and refuse what isn't (docs/security.md).
         options: any other field of AutoLoCoConfig or OuterConfig, or option of the policy, by its name.
 
     Raises:
@@ -93,7 +97,7 @@ class AutoLoCoCallback(pl.Callback):
         max_horizon: int | None = None,
         horizon_step: int | None = None,
         warmup_steps: int | None = None,
-        outer_lr: float = 0.7,
+        outer_lr: float | None = None,
         outer_momentum: float | None = None,
         normalize: bool = False,
         codec: str = "float32",

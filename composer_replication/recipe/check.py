@@ -11,7 +11,8 @@ from typing import Any
 from composer_replication.errors import RecipeError
 from composer_replication.recipe.messages import Place, nearest
 from composer_replication.recipe.schema import Recipe
-from composer_replication.recipe.settings import outer_config, policy_of
+from composer_replication.recipe.settings import guards_of, outer_config, policy_of
+from composer_replication.store.signing_key import find_signing_key
 
 __all__ = ["check"]
 
@@ -76,6 +77,22 @@ def check(recipe: Recipe, place: Place) -> None:
         refuse("scheduler.final_fraction", "between 0 and 1")
     if recipe.scheduler.warmup_steps > recipe.training.steps:
         refuse("scheduler.warmup_steps", f"at most training.steps ({recipe.training.steps})")
+    fleet = recipe.fleet
+    try:
+        guards = guards_of(recipe)
+    except ValueError as error:
+        raise RecipeError(f"{place.of('fleet.' + str(error).split()[0])}: {error}") from error
+    try:
+        guards.check_fleet(fleet.replicas)
+        guards.check_least(fleet.min_replicas)
+        guards.check_settings({"weighting": recipe.autoloco.weighting})
+    except ValueError as error:
+        raise RecipeError(f"{place.of('fleet.aggregation')}: {error}") from error
+    if recipe.store.signing_key_file is not None:
+        try:
+            find_signing_key(recipe.store.signing_key_file)
+        except ValueError as error:
+            raise RecipeError(f"{place.of('store.signing_key_file')}: {error}") from error
     try:
         outer_config(recipe)
         policy_of(recipe)

@@ -94,7 +94,7 @@ class AutoLoCoSection:
     token_decay: float = 0.9
     alpha: float | None = None  # qsr only; null: sqrt(base_horizon) times the highest learning rate
     increment: int = 10  # linear only
-    outer_lr: float = 0.7
+    outer_lr: float | None = None  # null: 0.7; 1 where the policy averages (qsr, linear)
     outer_momentum: float | None = None  # null: 0.9 for fixed, 0.7 for autoloco
     momentum_min: float = 0.5
     momentum_max: float = 0.95
@@ -111,6 +111,7 @@ class AutoLoCoSection:
 @dataclass(frozen=True, kw_only=True)
 class StoreSection:
     uri: str | None = None  # null: a folder of the run's own
+    signing_key_file: str | None = None  # sign all objects with the key in this file; null: or that of the environment
     control: str | None = None  # a second store for all but the blobs, where the first can't create an object only once
 
 
@@ -121,6 +122,10 @@ class FleetSection:
     min_replicas: int | None = None  # skip only; null: more than half
     timeout_seconds: float = 600.0  # how long a round waits for a missing replica
     start_timeout_seconds: float = 900.0  # the same for the start, which ends with round 0
+    outliers: str = "warn"  # of a pseudo-gradient whose norm sticks out: warn, clip, exclude or off
+    outlier_threshold: float = 3.5  # its robust z-score
+    aggregation: str = "mean"  # or median, trimmed_mean: for fleets that can't trust all replicas
+    trim_fraction: float = 0.1  # trimmed_mean only: cut away at each end
     deadline: str = (
         "adaptive"  # skip only: wait for the late as long as past rounds have taught; or fixed: timeout_seconds
     )

@@ -12,10 +12,11 @@ from typing import TypeVar
 from composer_replication.autoloco.config import AutoLoCoConfig, OuterConfig
 from composer_replication.autoloco.policies import make_policy
 from composer_replication.autoloco.values import Policy
+from composer_replication.collective.guards import Guards
 from composer_replication.errors import RecipeError
 from composer_replication.recipe.schema import Recipe
 
-__all__ = ["controller_config", "outer_config", "policy_of"]
+__all__ = ["controller_config", "guards_of", "outer_config", "policy_of"]
 
 _T = TypeVar("_T")
 
@@ -48,6 +49,11 @@ def outer_config(recipe: Recipe) -> OuterConfig:
     names = {f.name: _OUTER_KEYS.get(f.name, f.name) for f in fields(OuterConfig) if f.name != "kind"}
     values = {name: getattr(section, key) for name, key in names.items()}
     return _asking(lambda: OuterConfig(**values).resolved(section.policy), names)
+
+
+def guards_of(recipe: Recipe) -> Guards:
+    """How the recipe's fleet treats contributions. Raises ValueError that begins with the key."""
+    return Guards(**{f.name: getattr(recipe.fleet, f.name) for f in fields(Guards)})
 
 
 def policy_of(recipe: Recipe) -> Policy:

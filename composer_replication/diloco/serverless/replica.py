@@ -30,6 +30,7 @@ def adapter_options(recipe: Recipe, identity: Identity, folder: Path) -> dict[st
         "replica": identity.replica,
         "replicas": identity.replicas,
         "control": recipe.store.control,
+        "signing_key_file": recipe.store.signing_key_file,
         "policy": policy_of(recipe),
         "outer_lr": outer.lr,
         "outer_momentum": outer.momentum if outer.kind == "nesterov" else None,
@@ -46,6 +47,10 @@ def adapter_options(recipe: Recipe, identity: Identity, folder: Path) -> dict[st
         "timeout": fleet.timeout_seconds,
         "start_timeout": fleet.start_timeout_seconds,
         "deadline": fleet.deadline,
+        "outliers": fleet.outliers,
+        "outlier_threshold": fleet.outlier_threshold,
+        "aggregation": fleet.aggregation,
+        "trim_fraction": fleet.trim_fraction,
         "outer_device": section.outer_device,
         "weighting": section.weighting,
         "buffers": section.buffers,
@@ -98,7 +103,8 @@ class Journal:
                 + (f" (for replica {late[0]}: {late[1]:.1f} s)" if (late := closed.straggler) and late[1] >= 1 else "")
                 + f", next {closed.next_plan.steps} steps"
                 + (f" ({closed.assessment}: {closed.action})" if closed.assessment else "")
-                + "".join(f"; without replica {r}: {why}" for r, why in closed.absent.items()),
+                + "".join(f"; without replica {r}: {why}" for r, why in closed.absent.items())
+                + "".join(f"; replica {r}: {w}" for r, w in closed.outliers.items() if r in closed.members),
                 flush=True,
             )
         if len(rounds) > self._seen:
