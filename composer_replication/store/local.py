@@ -109,6 +109,8 @@ class LocalStore:
     def _found(self, prefix: str) -> list[str]:
         folder, _, _ = prefix.rpartition("/")
         top = self._root / check_key(folder) if folder else self._root
+        if not self._root.is_dir():
+            raise self._gone()
         found: list[str] = []
         for where, folders, files in os.walk(top):
             folders[:] = [name for name in folders if not name.startswith(".")]
@@ -204,6 +206,8 @@ class LocalStore:
 
     def _failure(self, key: str, error: OSError) -> StoreError:
         if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+            if not self._root.is_dir():  # not that object alone: the reader must not take it for a collected one
+                return self._gone()
             return ObjectMissing(f"{key} isn't there ({self.uri})")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StoreError(f"{self.uri} is full ({error.strerror}) while writing {key}: free some space")
@@ -224,7 +228,7 @@ class LocalStore:
             if root.is_dir():
                 self._remove_abandoned()
                 return
-            if root.exists():
+            if root.exists() and not root.is_dir():  # a folder by now: another replica has just made it
                 raise StoreError(f"{self.uri} is a file: name a folder")
             if not create:
                 raise StoreError(f"{self.uri} isn't there: check the path, or start a run that makes it")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         ServerlessExecutor,
     )
     from composer_replication.diloco.serverless.local_process import LocalProcessExecutor
-    from composer_replication.diloco.serverless.manager import MockManager
+    from composer_replication.diloco.serverless.manager import MockManager, ObjectStoreManager
 
 _HOME = {
     "BaseExecutor": "executor",
@@ -27,6 +27,7 @@ _HOME = {
     "LocalProcessExecutor": "local_process",
     "MockManager": "manager",
     "ObjectStoreAllReduce": "allreduce",
+    "ObjectStoreManager": "manager",
     "ReplicaHandle": "executor",
     "ReplicaResult": "executor",
     "ReplicaSpec": "executor",
@@ -39,6 +40,7 @@ __all__ = [
     "LocalProcessExecutor",
     "MockManager",
     "ObjectStoreAllReduce",
+    "ObjectStoreManager",
     "ReplicaHandle",
     "ReplicaResult",
     "ReplicaSpec",

@@ -10,22 +10,23 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from composer_replication.diloco.serverless.averager import Averager, Done
-from composer_replication.diloco.serverless.manager import MockManager
+from composer_replication.diloco.serverless.manager import MockManager, ObjectStoreManager
 from composer_replication.store import open_store
 
-__all__ = ["MockManager", "ObjectStoreAllReduce"]
+__all__ = ["MockManager", "ObjectStoreAllReduce", "ObjectStoreManager"]
 
 
 class _Step(int):
-    """An int that may also be called, for torchft asks a manager for `current_step()`."""
+    """The all-reduces so far; called, as torchft calls a manager's `current_step()`, the commits so far."""
+
+    commits: int
 
     def __call__(self) -> int:
-        return int(self)
+        return self.commits
 
 
-class ObjectStoreAllReduce:
-    """Averages tensors over replicas that share nothing but a store.
+class ObjectStoreAllReduce(ObjectStoreManager):
+    """Averages tensors over replicas that share nothing but a store. A whole manager for torchft's DiLoCo, too.
 
     Args:
         replica_id, num_replicas: this replica's id, from 0, and how many there are.
@@ -59,7 +60,7 @@ class ObjectStoreAllReduce:
 
         if not poll_s > 0:
             raise ValueError(f"poll_s must be more than 0, got {poll_s}")
-        self._averager = Averager(
+        super().__init__(
             ObjectStoreCollective(
                 open_store(rendezvous_uri, options=fsspec_kwargs),
                 control=control,
@@ -73,30 +74,26 @@ class ObjectStoreAllReduce:
             )
         )
 
-    def allreduce(self, tensor: Tensor) -> Done:
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = None) -> Any:
         """Replace `tensor` by the mean over the replicas; it is done when this returns.
 
         Any shape, strides, device and floating-point or complex dtype. Raises ValueError for other dtypes, RoundAborted
         or RoundTimeout when the others don't come, StoreError.
         """
-        self._averager.average(tensor)
-        return Done(tensor)
-
-    def should_commit(self, *_: Any, **__: Any) -> bool:
-        """Whether the last mean may be used: not if nobody had a finite tensor."""
-        return bool(self._averager.members)
-
-    def start_quorum(self, *_: Any, **__: Any) -> None:
-        """Each round agrees on its own members."""
+        work = super().allreduce(tensor, should_quantize, reduce_op)
+        work.wait()
+        return work
 
     @property
-    def current_step(self) -> int:
+    def current_step(self) -> Any:
         """All-reduces that are done."""
-        return _Step(self._averager.round)
+        step = _Step(self._averager.round)
+        step.commits = self._step
+        return step
 
     def close(self) -> None:
         """Leave the store alone from now on. Harmless when called again."""
-        self._averager.collective.close()
+        self.shutdown()
 
     def __enter__(self) -> ObjectStoreAllReduce:
         return self
