@@ -16,6 +16,7 @@
     │   ├── RoundAborted        strict: replicas were missing at the deadline; all replicas raise alike
     │   ├── RoundTimeout        the store or the others gave no answer in time
     │   └── Diverged            this replica's state isn't the fleet's
+    ├── RankLost                another process of this replica has failed, died or gone silent
     ├── Interrupted             asked to stop (SIGTERM) while waiting for the others
     ├── RecipeError             a recipe that can't be run (also a ValueError)
     └── ExecutorError           a replica could not be started, or has died for good
@@ -35,6 +36,7 @@ __all__ = [
     "ObjectCorrupt",
     "ObjectExists",
     "ObjectMissing",
+    "RankLost",
     "RecipeError",
     "ReplicaTaken",
     "ReplicationError",
@@ -110,6 +112,10 @@ class RoundTimeout(RoundError):
 
 class Diverged(RoundError):
     """This replica's anchor, momentum or controller isn't the fleet's."""
+
+
+class RankLost(ReplicationError):
+    """Another process of this replica has failed, died or gone silent."""
 
 
 class Interrupted(ReplicationError):

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["latest_checkpoint", "write_checkpoint"]
+from composer_replication.diloco.ranks.channel import Ranks
+
+__all__ = ["latest_checkpoint", "write_checkpoint", "write_folder"]
 
 _NAME = re.compile(r"(?:fit-(\d{3,})-)?round-(\d{6,})-step-(\d{9,})\.ckpt")
 _DRAFT = re.compile(r"\..*\.ckpt\.(\d+)")
@@ -42,24 +46,78 @@ def write_checkpoint(
 
     `fit` is the number of the adapter's fit, from 0: rounds begin at 0 again with each.
     """
-    folder = Path(directory) / f"replica-{replica}"
-    folder.mkdir(parents=True, exist_ok=True)
-    _drop_abandoned(folder)
-    path = folder / f"{f'fit-{fit + 1:03d}-' if fit else ''}round-{round:06d}-step-{step:09d}.ckpt"
-    draft = folder / f".{path.name}.{os.getpid()}"
+    path, draft = _paths(directory, replica, round=round, step=step, fit=fit)
     try:
         with draft.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
+        if path.is_dir():
+            _remove(path)
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
-    _sync_folder(folder)
-    for old in _complete(folder)[:-keep]:
-        if old != path:
-            old.unlink(missing_ok=True)
+    _settle(path, keep)
     return path
+
+
+def write_folder(
+    directory: str | os.PathLike[str],
+    replica: int,
+    ranks: Ranks,
+    save: Callable[[str], None],
+    *,
+    round: int,
+    step: int,
+    fit: int = 0,
+    keep: int = 2,
+) -> None:
+    """The same for a checkpoint of several files: all ranks call `save` with one path, and make a folder of it.
+
+    They share a disk, as for any sharded checkpoint.
+    """
+    where: list[Path] = []
+    ranks.on_first(lambda: where.extend(_paths(directory, replica, round=round, step=step, fit=fit)))
+    draft = ranks.collect(str(where[1]) if where else None)[0]
+    save(draft)
+    ranks.collect(None)  # everybody's shard is there
+
+    def settle() -> None:
+        path, folder = where
+        for file in folder.rglob("*"):
+            if file.is_file():
+                with file.open("rb+") as handle:
+                    os.fsync(handle.fileno())
+        _sync_folder(folder)
+        _remove(path)
+        os.replace(folder, path)
+        _settle(path, keep)
+
+    ranks.on_first(settle)
+
+
+def _paths(directory: str | os.PathLike[str], replica: int, *, round: int, step: int, fit: int) -> tuple[Path, Path]:
+    """Where a checkpoint goes, and where it is written first."""
+    folder = Path(directory) / f"replica-{replica}"
+    folder.mkdir(parents=True, exist_ok=True)
+    _drop_abandoned(folder)
+    path = folder / f"{f'fit-{fit + 1:03d}-' if fit else ''}round-{round:06d}-step-{step:09d}.ckpt"
+    return path, folder / f".{path.name}.{os.getpid()}"
+
+
+def _settle(path: Path, keep: int) -> None:
+    """Make the new name durable, and drop what it makes superfluous."""
+    _sync_folder(path.parent)
+    for old in _complete(path.parent)[:-keep]:
+        if old != path:
+            _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -79,7 +137,7 @@ def _drop_abandoned(folder: Path) -> None:
     for path in folder.iterdir():
         match = _DRAFT.fullmatch(path.name)
         if match and not _is_another(int(match[1])):
-            path.unlink(missing_ok=True)
+            _remove(path)
 
 
 def _is_another(process: int) -> bool:

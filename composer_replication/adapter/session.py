@@ -10,7 +10,9 @@ from typing import Any, Generic, TypeVar
 
 from composer_replication.adapter.driver import Closed, Driver, final_of
 from composer_replication.adapter.options import Options
+from composer_replication.adapter.ranks import check_one_replica, meet_with
 from composer_replication.collective.base import Collective
+from composer_replication.diloco.ranks.channel import Ranks
 from composer_replication.diloco.summary import FinalSummary, RoundSummary
 from composer_replication.errors import FleetMismatch
 
@@ -28,6 +30,7 @@ class Session(Generic[D]):
         self.rounds: list[RoundSummary] = []
         self.final: FinalSummary | None = None
         self.fit: D | None = None
+        self.ranks: Ranks | None = None
         self.stash: dict[str, Any] | None = None
         self._fits = 0  # begun so far
         self._abandoned = False
@@ -48,8 +51,16 @@ class Session(Generic[D]):
             return None
         return final_of(self.stash["fit_state"]["loop"])
 
-    def begin(self, make: Callable[[Collective, Closed], D], closed: Closed) -> None:
-        """Make this fit's driver and start it, from the loaded checkpoint if there is one."""
+    def asked_to_stop(self, own: bool) -> bool:
+        """Whether this process was (`own`), or another rank of its replica: for rank 0, in its waits for the fleet."""
+        ranks = self.ranks
+        return own if ranks is None or not ranks.leads else ranks.any_told_to_stop()
+
+    def begin(self, make: Callable[[Collective, Closed], D], closed: Closed, *, ranks: Ranks | None = None) -> None:
+        """Make this fit's driver and start it, from the loaded checkpoint if there is one.
+
+        `ranks`: the processes of this replica, if it is several; all of them begin together.
+        """
         stash = self.stash
         saved = stash["fit_state"] if stash is not None else None
         if stash is not None:
@@ -64,14 +75,26 @@ class Session(Generic[D]):
             self.rounds.append(summary)
             closed(summary, metrics)
 
-        fit = self.fit = make(self.options.meet(self._fits), round_closed)
+        self.ranks = ranks
+        met: Collective | None = None
+        fit: D | None = None
         try:
+            if ranks is not None:
+                check_one_replica(ranks, self.options.identity)
+            met = meet_with(ranks, self.options.meet, self._fits, self.options.identity)
+            fit = self.fit = make(met, round_closed)
             self.stash = None
             fit.start(saved)
         except BaseException:
             # Nothing has begun here: what is on the disk stays the newest there is.
             self.stash, self.fit = stash, None
-            fit.stop()
+            if fit is not None:
+                fit.stop()
+            else:
+                if met is not None:
+                    met.close()
+                if ranks is not None:
+                    ranks.close()
             raise
 
     def abandon(self, what: str, **more: Any) -> None:

@@ -22,6 +22,7 @@ from composer_replication.adapter.session import Session
 from composer_replication.composer.fit import Fit
 from composer_replication.composer.world import check_savers, check_state, check_world
 from composer_replication.diloco.loop import OuterLoop
+from composer_replication.diloco.ranks.loop import FollowingLoop
 from composer_replication.diloco.summary import FinalSummary, RoundSummary
 
 __all__ = ["AutoLoCo", "AutoLoCoCallback"]
@@ -70,8 +71,8 @@ class AutoLoCo(Algorithm):
         return self._session.final or self._session.stashed_end
 
     @property
-    def loop(self) -> OuterLoop | None:
-        """The outer loop of the present or last fit."""
+    def loop(self) -> OuterLoop | FollowingLoop | None:
+        """The outer loop of the present or last fit, or what mirrors it on the further ranks of a replica."""
         return self._session.fit.loop if self._session.fit is not None else None
 
     @property

@@ -119,6 +119,9 @@ class Fit(Driver):
     def stop_training(self) -> None:
         self.state.stop_training()
 
+    def told_to_stop(self) -> None:
+        """Composer's handler ends the process that was told, and with it the others of its replica."""
+
     def why_same_data(self) -> str:
         reason = unsharded_reason(self.state.dataloader, self.options.identity)
         return reason or "use composer_replication.composer.replica_sampler, or give each replica its own data"

@@ -25,6 +25,7 @@ from composer_replication.autoloco.outer import outer_coefficients
 from composer_replication.autoloco.values import Observation, Plan, Policy, Preview
 from composer_replication.collective.base import Collective, Contribution, Report, RoundOutcome, Snapshot
 from composer_replication.collective.layout import DEFAULT_CHUNK_ELEMENTS, Layout
+from composer_replication.diloco.held import Held
 from composer_replication.diloco.summary import FinalSummary, RoundSummary, StartSummary
 from composer_replication.diloco.tensors import SharedTensors
 from composer_replication.errors import Diverged, FleetMismatch, RoundError
@@ -77,7 +78,11 @@ class OuterLoop:
         self._weighting = weighting
         self._clock = clock
         self._tensors = SharedTensors(
-            model, device=outer_device, average_buffers=buffers == "average", chunk_elements=chunk_elements
+            model,
+            device=outer_device,
+            average_buffers=buffers == "average",
+            chunk_elements=chunk_elements,
+            hold=self._hold,
         )
         self._settings: dict[str, Any] = {
             **(settings or {}),
@@ -103,6 +108,10 @@ class OuterLoop:
         self._sent = 0
         self._received = 0
         self._straggler: tuple[int, float] | None = None  # of the last round, as seen here
+
+    def _hold(self, name: str, tensor: Tensor) -> Held:
+        """How this process holds a tensor of the model."""
+        return Held(name, tensor)
 
     # -- where we are --------------------------------------------------------------------------------------------
 
@@ -171,13 +180,20 @@ class OuterLoop:
         position = self.position
         if not resumed:
             self._adopt(got)
+            self.ended = got.ended
             position = 0
+        if got.awaited:
+            self.left = False  # it had left a fleet before this one
         if not resumed or self._collective.overtaken:
             self._catch_up()
         # A resumed replica has trained all that it had behind it; whatever the fleet did beyond is forwarded.
         return StartSummary(
             round=self.round, position=self.position, resumed=resumed, fast_forward=self.position - position
         )
+
+    def watch(self) -> bool:
+        """After each batch: whether another process of this replica was asked to stop. There is none."""
+        return False
 
     def before_step(self) -> None:
         """Call before each inner optimizer step: takes up tensors that have been unfrozen."""
@@ -292,17 +308,21 @@ class OuterLoop:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict()`; takes effect in `start`. Raises KeyError or FleetMismatch at once if it can't."""
+        self.check_state_dict(state, self.replica)
+        self._loaded = dict(state)
+
+    @staticmethod
+    def check_state_dict(state: Mapping[str, Any], replica: int) -> None:
+        """Raises what `load_state_dict` of this replica would."""
         if state["version"] != _STATE_VERSION:
             raise FleetMismatch(f"outer-loop state of version {state['version']}, this package reads {_STATE_VERSION}")
-        if state["replica"] != self.replica:
+        if state["replica"] != replica:
             raise FleetMismatch(
-                f"a checkpoint of replica {state['replica']} can't resume replica {self.replica}: "
-                "give each replica its own"
+                f"a checkpoint of replica {state['replica']} can't resume replica {replica}: give each replica its own"
             )
-        missing = set(self.state_dict_keys()) - set(state)
+        missing = set(OuterLoop.state_dict_keys()) - set(state)
         if missing:
             raise KeyError(f"the outer-loop state lacks {sorted(missing)}")
-        self._loaded = dict(state)
 
     @staticmethod
     def state_dict_keys() -> tuple[str, ...]:

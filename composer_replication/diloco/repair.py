@@ -5,6 +5,8 @@ Invariant: finite state is never touched. Restoring the anchor alone would not h
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,8 +18,13 @@ def repair_optimizer_state(optimizer: torch.optim.Optimizer) -> int:
     """Zero every floating-point state tensor that holds a non-finite value; returns how many were zeroed."""
     repaired = 0
     for state in optimizer.state.values():
-        for value in state.values():
+        for value in map(_local, state.values()):
             if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 value.zero_()
                 repaired += 1
     return repaired
+
+
+def _local(value: Any) -> Any:
+    """Of a sharded tensor, what this process holds."""
+    return value.to_local() if type(value).__name__ == "DTensor" else value

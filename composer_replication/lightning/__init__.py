@@ -6,8 +6,8 @@
         AutoLoCoCallback("file:///shared/run1", replica=0, replicas=4, base_horizon=500),
     ])
 
-Invariant: importing this package registers the strategy "local_replica". It translates and owns nothing: outer
-mathematics, boundaries and state live in `composer_replication.diloco`.
+Invariant: importing this package registers the strategies "local_replica" and "local_replica_fsdp". It translates and
+owns nothing: outer mathematics, boundaries and state live in `composer_replication.diloco`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ from composer_replication.adapter.data import shard_iterable
 from composer_replication.adapter.files import latest_checkpoint
 from composer_replication.adapter.tokens import count_tokens
 from composer_replication.lightning.callback import AutoLoCoCallback
-from composer_replication.lightning.strategy import LocalReplicaStrategy, register
+from composer_replication.lightning.strategy import LocalReplicaFSDPStrategy, LocalReplicaStrategy, register
 
-__all__ = ["AutoLoCoCallback", "LocalReplicaStrategy", "count_tokens", "latest_checkpoint", "shard_iterable"]
+__all__ = [
+    "AutoLoCoCallback",
+    "LocalReplicaFSDPStrategy",
+    "LocalReplicaStrategy",
+    "count_tokens",
+    "latest_checkpoint",
+    "shard_iterable",
+]
 
 register()

@@ -19,18 +19,20 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from composer_replication.adapter.files import write_checkpoint
 from composer_replication.adapter.options import read_options
 from composer_replication.adapter.session import Session
 from composer_replication.adapter.tokens import TokenFunction
 from composer_replication.autoloco.values import Policy
 from composer_replication.collective.base import Collective
 from composer_replication.diloco.loop import OuterLoop
+from composer_replication.diloco.ranks.channel import Ranks
+from composer_replication.diloco.ranks.loop import FollowingLoop
 from composer_replication.diloco.summary import FinalSummary, RoundSummary
 from composer_replication.errors import Interrupted
-from composer_replication.lightning.checkpoints import separate_checkpoints
+from composer_replication.lightning.checkpoints import save_replica, separate_checkpoints
 from composer_replication.lightning.fit import Fit
 from composer_replication.lightning.report import log_round
+from composer_replication.lightning.world import check_strategy, hear_sigterm
 
 __all__ = ["AutoLoCoCallback"]
 
@@ -158,6 +160,7 @@ class AutoLoCoCallback(pl.Callback):
         self._session: Session[Fit] = Session(self._options)
         self._trainer: pl.Trainer | None = None
         self._swap: AbstractContextManager[None] | None = None
+        self._stop = False  # SIGTERM, to a process of a replica of several
 
     @property
     def rounds(self) -> list[RoundSummary]:
@@ -170,8 +173,8 @@ class AutoLoCoCallback(pl.Callback):
         return self._session.final
 
     @property
-    def loop(self) -> OuterLoop | None:
-        """The outer loop of the present or last fit."""
+    def loop(self) -> OuterLoop | FollowingLoop | None:
+        """The outer loop of the present or last fit, or what mirrors it on the further ranks of a replica."""
         return self._session.fit.loop if self._session.fit is not None else None
 
     @property
@@ -185,7 +188,11 @@ class AutoLoCoCallback(pl.Callback):
         return "AutoLoCo"
 
     def _told_to_stop(self) -> bool:
-        return self._trainer is not None and self._trainer.received_sigterm
+        own = self._stop or (self._trainer is not None and self._trainer.received_sigterm)
+        return self._session.asked_to_stop(own)
+
+    def _stop_here(self) -> None:
+        self._stop = True
 
     # -- the fit -------------------------------------------------------------------------------------------------
 
@@ -198,11 +205,7 @@ class AutoLoCoCallback(pl.Callback):
             )
         if stage != "fit":
             return
-        if trainer.world_size > 1:
-            raise ValueError(
-                f"this Trainer runs {trainer.world_size} processes, and a replica is one process: use devices=1, "
-                "num_nodes=1 and strategy='local_replica', and start one process for each replica"
-            )
+        check_strategy(trainer)
         self._trainer, self._session.stash = trainer, None
         separate_checkpoints(trainer, self.identity)
 
@@ -216,8 +219,14 @@ class AutoLoCoCallback(pl.Callback):
             if self._session.saves_after(summary):
                 self._save(trainer)
 
+        ranks = None
+        if trainer.world_size > 1:
+            hear_sigterm(trainer, self._stop_here)
+            ranks = Ranks(told_to_stop=lambda: self._stop or trainer.received_sigterm)
         with _preemption():
-            self._session.begin(lambda met, then: Fit(trainer, pl_module, met, self._options, then), closed)
+            self._session.begin(
+                lambda met, then: Fit(trainer, pl_module, met, self._options, then, ranks), closed, ranks=ranks
+            )
 
     @override
     def on_train_batch_start(
@@ -309,13 +318,13 @@ class AutoLoCoCallback(pl.Callback):
         self._session.load_state_dict(state_dict)
 
     def _save(self, trainer: pl.Trainer) -> None:
-        """This replica's own durable checkpoint."""
+        """This replica's own durable checkpoint; all its ranks together."""
         if self._options.checkpoint_dir is not None and self._session.fit is not None:
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-            write_checkpoint(
+            save_replica(
+                trainer,
                 self._options.checkpoint_dir,
                 self.identity.replica,
-                checkpoint,
+                self._session.ranks,
                 round=self._session.fit.loop.round,
                 step=trainer.global_step,
                 fit=self._session.number,

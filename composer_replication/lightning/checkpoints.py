@@ -8,13 +8,32 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from composer_replication.adapter.files import write_checkpoint, write_folder
+from composer_replication.diloco.ranks.channel import Ranks
 from composer_replication.isolate import Identity
 
-__all__ = ["separate_checkpoints"]
+__all__ = ["save_replica", "separate_checkpoints"]
+
+
+def save_replica(trainer: Trainer, directory: Path, replica: int, ranks: Ranks | None, **where: int) -> None:
+    """Write a replica's own checkpoint, as `write_checkpoint` does; `where` are its round, step and fit.
+
+    A sharded one (FSDP2) is a folder, that every rank writes its shard into.
+    """
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    if ranks is None:
+        write_checkpoint(directory, replica, checkpoint, **where)
+    elif getattr(trainer.strategy, "_save_distributed_checkpoint", False):
+        write_folder(
+            directory, replica, ranks, lambda draft: trainer.strategy.save_checkpoint(checkpoint, draft), **where
+        )
+    else:
+        ranks.on_first(lambda: write_checkpoint(directory, replica, checkpoint, **where))
 
 
 def separate_checkpoints(trainer: Trainer, identity: Identity) -> None:

@@ -132,6 +132,7 @@ def train(
 ) -> dict[str, Any]:
     """One process of two replicas of two ranks."""
     quiet()
+    out.mkdir(exist_ok=True)
     identity = isolate_world(2)
     replica = identity.replica
     module = Module(sharded=kind == "fsdp", replica=replica, dropout=resume or stop is not None)

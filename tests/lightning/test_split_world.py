@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.lightning import split
 from tests.support.ranks import World
@@ -48,26 +47,24 @@ def test_replicas_of_two_ranks_end_together_however_much_data_each_has(tmp_path:
     assert len({i for ids in seen for i in ids}) == sum(map(len, seen)) == 2 * 8 + 2 * 5
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("ddp", 1), ("fsdp", 1), ("ddp", 0)])
-def test_sigterm_to_one_rank_stops_its_replica_which_goes_on_bit_for_bit(tmp_path: Path, kind: str, rank: int) -> None:
+@pytest.mark.parametrize(("kind", "rank", "batch"), [("ddp", 1, 4), ("ddp", 0, 2), ("fsdp", 1, 2)])
+def test_sigterm_to_one_rank_stops_its_replica_which_goes_on_bit_for_bit(
+    tmp_path: Path, kind: str, rank: int, batch: int
+) -> None:
     straight = run(kind, tmp_path / "straight", batches=(9, 9), resume=True)
-    script = partial(split.train, batches=(9, 9), stop=(rank, 4), stopped_replica=1)
+    script = partial(split.train, batches=(9, 9), stop=(rank, batch), stopped_replica=1)
     first = World(PRELOAD, script, (kind, tmp_path / "cut"), size=4)
-    stopped = {one: first.pipes[one] for one in (2, 3)}
-    answers = {}
-    for one, pipe in stopped.items():
-        assert pipe.poll(60), f"rank {one} hangs"
-        good, answers[one] = pipe.recv()
-        assert good, answers[one]
-    assert [one["stopped"] for one in answers.values()] == [143, 143]
-    batches = {len(one["hashes"]) for one in answers.values()}
-    assert batches in ({4}, {5})  # both after the same one, at the latest after the next
-    del first.pipes[2], first.pipes[3]
-    again = World(PRELOAD, partial(split.train, batches=(9, 9), resume=True), (kind, tmp_path / "cut"), size=4, ranks=(2, 3))
-    went_on = again.end()
-    others = first.end()
+    stopped = first.end(ranks=(2, 3))
+    assert [one["stopped"] for one in stopped.values()] == [143, 143]
+    # The ranks agree one batch after the signal, at the end of the next: inside an interval, or while they wait for the
+    # other replica at its end.
+    assert [len(one["losses"]) for one in stopped.values()] == [batch + 2, batch + 2]
+    script = partial(split.train, batches=(9, 9), resume=True)
+    went_on = World(PRELOAD, script, (kind, tmp_path / "cut"), size=4, ranks=(2, 3)).end()
+    others = first.end(ranks=(0, 1))
     for one, end in went_on.items():
-        assert answers[one]["hashes"] + end["hashes"] == straight[one]["hashes"]
-        assert answers[one]["losses"] + end["losses"] == straight[one]["losses"]
+        assert stopped[one]["losses"] + end["losses"] == straight[one]["losses"]
+        assert stopped[one]["seen"] + end["seen"] == straight[one]["seen"]
+        assert end["hashes"] == straight[one]["hashes"][-len(end["hashes"]) :]
         assert end["digest"] == straight[0]["digest"] == others[0]["digest"]
     assert os.path.isdir(went_on[2]["checkpoint"]) == (kind == "fsdp")

@@ -63,17 +63,19 @@ class World:
             theirs.close()
             self.pipes[rank], self.processes[rank] = mine, process
 
-    def end(self, seconds: float = 90) -> dict[int, Any]:
-        """What each process returned, or its exit status; fails with the first one's traceback."""
+    def end(self, seconds: float = 90, *, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        """What each of these processes (all) returned, or its exit status; fails with their tracebacks."""
         answers = {}
         for rank, pipe in self.pipes.items():
+            if ranks is not None and rank not in ranks:
+                continue
             if not pipe.poll(seconds):
                 for process in self.processes.values():
                     process.kill()
                 raise AssertionError(f"rank {rank} hangs")
             answers[rank] = pipe.recv()
-        for process in self.processes.values():
-            process.join(30)
+        for rank in answers:
+            self.processes[rank].join(30)
         problems = [f"rank {rank}:\n{answer}" for rank, (good, answer) in answers.items() if not good]
         assert not problems, "\n".join(problems)
         return {rank: answer for rank, (_, answer) in answers.items()}
