@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from composer_replication.cli.view import RunReader
 from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
 from composer_replication.recipe import recipe_from
+from composer_replication.store import open_store
+from composer_replication.tasks.byte_gpt import ByteGPT
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the trainers' advice on workers, batches and loaders
 
@@ -83,7 +86,6 @@ def test_the_last_file_can_be_loaded_by_a_composer_trainer(tmp_path: Path) -> No
     pytest.importorskip("composer")
     from composer import Trainer
 
-    from composer_replication.tasks.byte_gpt import ByteGPT
     from composer_replication.tasks.composer_model import LanguageModel
 
     train("composer", tmp_path)
@@ -92,6 +94,19 @@ def test_the_last_file_can_be_loaded_by_a_composer_trainer(tmp_path: Path) -> No
     Trainer(model=model, load_path=path, load_weights_only=True, load_progress_bar=False, device="cpu").close()
     saved = torch.load(path, weights_only=True)["state_dict"]
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_failure_is_on_record_with_its_reason(trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such layer")
+
+    monkeypatch.setattr(ByteGPT, "forward", broken)
+    with pytest.raises(RuntimeError, match="no such layer"):
+        train(trainer, tmp_path)
+    reader = RunReader(open_store(str(tmp_path / "store")))
+    reader.refresh()
+    (row,) = reader.view("").rows
+    assert row.state == "failed"
 
 
 # -- a recipe's own classes, and what is refused before the first step ------------------------------------------------

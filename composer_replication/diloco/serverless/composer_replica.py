@@ -69,6 +69,9 @@ def train(recipe: Recipe, identity: Identity, uri: str, folder: Path) -> dict[st
             values["digest"] = rounds.final.digest
         if validation is not None and model.get_metrics(is_train=False):
             values.update(_validate(trainer, validation))
+    except BaseException as error:
+        rounds.close(error)  # Composer doesn't say why it closes
+        raise
     finally:
         trainer.close()
     return journal.write(status="completed", **values)
@@ -120,6 +123,7 @@ def _training_data(data: Any, recipe: Recipe, identity: Identity) -> Any:
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
             persistent_workers=loader.persistent_workers,
+            multiprocessing_context=loader.multiprocessing_context,
             **more,
         )
     except TypeError as error:
