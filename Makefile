@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 OVERRIDES ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-faults check lint types format clean
+.PHONY: help quickstart test test-faults reliability check lint types format clean
 
 help: ## Show the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,7 +26,10 @@ test: $(STAMP) ## Run the tests (under ten minutes on two cores)
 	$(RUN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-faults: $(STAMP) ## Run the long fault suite: replicas killed at every step
-	$(RUN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(RUN)/python -m pytest -m slow -n 2 $(PYTEST_ARGS)
+
+reliability: $(STAMP) ## Run all of the fault suite and write docs/reliability.md's table
+	$(RUN)/python -m tests.faults.report $(PYTEST_ARGS)
 
 check: lint types ## Lint and type-check
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from composer_replication.collective.codec import content_hash, decode_chunk
 from composer_replication.collective.object_store import ObjectStoreCollective, checkpoints, keys
 from composer_replication.collective.object_store.history import closed_roster
 from composer_replication.collective.object_store.pointers import parse_ready, parse_verdict
+from composer_replication.collective.object_store.requests import create
 from composer_replication.collective.object_store.roster import shard_chunks
 from composer_replication.collective.object_store.wire import load, pointer_hash
 from composer_replication.collective.reduce import parameter_parts, part_sizes, reduce_chunk
@@ -67,19 +69,19 @@ class Line:
         self._write("put_if_absent", key, data)
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        self._alive(key)
+        self._alive()
         return self._store.get(key, max_bytes=max_bytes)
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
-        self._alive(key)
+        self._alive()
         return self._store.get_range(key, start, stop)
 
     def list(self, prefix: str) -> list[str]:
-        self._alive(prefix)
+        self._alive()
         return self._store.list(prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
-        self._alive("")
+        self._alive()
         self._store.delete(keys)
 
     def deliver(self) -> None:
@@ -91,15 +93,14 @@ class Line:
         self.kept.clear()
 
     def _write(self, how: str, key: str, data: Buffer) -> None:
-        self._alive(key)
+        self._alive()
         if self._keep(key):
             self.kept.append((how, key, bytes(data)))
             raise Killed
         getattr(self._store, how)(key, data)
 
-    def _alive(self, key: str) -> None:
-        # All lives are threads of one process, which is alive: that a claim's holder is dead has to be said.
-        if self.cut and not key.endswith(".closed"):
+    def _alive(self) -> None:
+        if self.cut:
             raise StoreRefused("this process is dead")
 
 
@@ -146,6 +147,8 @@ class Fleet:
         self.folder = folder
         self.store_of = store if callable(store) else lambda replica: store
         self.replicas, self.rounds = replicas, rounds
+        self.make: type[Toy] = Toy
+        self._living = Counter[int]()
         self.settings: dict[str, Any] = {
             "codec": "int8",
             "mode": "sharded",
@@ -170,11 +173,12 @@ class Fleet:
         **changes: Any,
     ) -> Life:
         """A process's whole life, in this thread."""
+        self._bury(replica)
         record, life = self.folder / f"record-{replica}.pt", Life(replica)
         if fresh:
             record.unlink(missing_ok=True)
         resumed = record.exists()
-        toy = Toy.load(replica, record) if resumed else Toy.fresh(replica)
+        toy = self.make.load(replica, record) if resumed else self.make.fresh(replica)
         toy.salt = salt
         line = line if line is not None else Line(self.store_of(replica))
 
@@ -197,7 +201,18 @@ class Fleet:
             life.error = None if line.cut else error
         life.killed = line.cut
         life.applied = toy.applied
+        self._living[replica] -= 1
         return life
+
+    def _bury(self, replica: int) -> None:
+        """Say of earlier processes that they are dead, as the system does: here all are threads of one that lives."""
+        if not self._living[replica]:
+            store = self.store_of(replica)
+            for key in store.list(keys.claims(replica)):
+                number = keys.incarnation_of(key)
+                if number is not None:
+                    create(store, keys.closed(replica, number), b"{}")
+        self._living[replica] += 1
 
     def start(self, replica: int, hook: Hook = nothing, **options: Any) -> Running:
         return Running(lambda: self.live(replica, hook, **options))
