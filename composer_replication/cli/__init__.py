@@ -29,6 +29,8 @@ commands, in the order in which you may want them:
       check everything, show the recipe with its defaults filled in, start nothing
   composer-replication status file:///shared/run1 --watch
       watch a run through its store, from anywhere that can read it
+  composer-replication doctor s3://bucket/runs --parameters 1.3B --replicas 8 --codec int8
+      can this store hold a run, and how long will a round take?
   composer-replication gc file:///shared/run1
       what of a run nobody can need any more (a dry run; --delete deletes it)
   composer-replication export file:///shared/run1 -o model.safetensors
@@ -43,6 +45,7 @@ examples:
   composer-replication launch recipes/quickstart.yaml training.steps=200 fleet.replicas=2
   composer-replication launch recipes/quickstart.yaml autoloco.policy=fixed output=runs/fixed
   composer-replication launch runs/quickstart/recipe.yaml --resume
+  composer-replication launch runs/quickstart/recipe.yaml --resume fleet.replicas=4
 
 Each launch has a folder of its own: output, or output-2, output-3, ... It holds recipe.yaml (all defaults filled in),
 the store (unless store.uri says otherwise), and for each replica log.txt, checkpoints and result.json; at the end
@@ -109,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="key=value", help="put over the recipe, e.g. training.steps=200"
     )
     launch.add_argument("--dry-run", action="store_true", help="check everything, print the recipe, start nothing")
-    launch.add_argument("--resume", action="store_true", help="go on with the run in the recipe's own output folder")
+    launch.add_argument("--resume", action="store_true", help="go on with the run in the recipe's output folder, or store")
     launch.add_argument("--plain", action="store_true", help="lines instead of a live table")
 
     status = command("status", "show how a run stands", _STATUS)

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from composer_replication.cli.live import FleetView, Row, Screen
+from composer_replication.cli.resume import prepare_resume
 from composer_replication.cli.summary import summarise
 from composer_replication.cli.view import RunReader
+from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.place import open_run
+from composer_replication.collective.object_store.requests import there
 from composer_replication.diloco.serverless.components import check_components
 from composer_replication.diloco.serverless.executor import ReplicaHandle, ReplicaSpec
 from composer_replication.diloco.serverless.exit_codes import describe
@@ -50,10 +53,11 @@ def launch(path: str, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
         print(f"# fine: {_intention(recipe)}. Nothing was started.")
         return 0
     store = _open(recipe.store) if recipe.store.uri else None  # before a folder is made
-    recipe = _resumed(recipe) if resume else claim_folder(recipe)
+    recipe = _resumed(recipe, store) if resume else claim_folder(recipe)
     assert recipe.output is not None and recipe.store.uri is not None
     folder = Path(recipe.output)
     store = store if store is not None else _open(recipe.store)
+    resumed = prepare_resume(store, folder, recipe.fleet.replicas) if resume else ""
     (folder / RECIPE_FILE).write_text(to_yaml(recipe), encoding="utf-8")
     executor = _executor(recipe, folder)
     specs = [
@@ -63,6 +67,8 @@ def launch(path: str, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
         for i in range(recipe.fleet.replicas)
     ]
     print(f"{recipe.name}: {_intention(recipe)}\nrun folder {_short(folder)}, store {recipe.store.uri}", flush=True)
+    if resumed:
+        print(resumed, flush=True)
     return _Launch(recipe, folder, store, executor).run(specs, plain=plain)
 
 
@@ -124,13 +130,17 @@ def _open(section: StoreSection) -> ObjectStore:
     return open_run(opened["store.uri"], control=opened.get("store.control"), signing_key=section.signing_key_file)
 
 
-def _resumed(recipe: Recipe) -> Recipe:
+def _resumed(recipe: Recipe, store: ObjectStore | None) -> Recipe:
     folder = Path(recipe.folder).expanduser().absolute()
     if not (folder / RECIPE_FILE).is_file():
-        raise RecipeError(
-            f"--resume: there is no run in {folder}; launch the recipe.yaml of a run's folder, for example "
-            "runs/quickstart/recipe.yaml"
-        )
+        # On another machine the store is all there is of a run.
+        if store is None or not there(store, keys.FLEET):
+            where = f"{folder}, nor in {store.uri}" if store is not None else str(folder)
+            raise RecipeError(
+                f"--resume: there is no run in {where}; launch the recipe.yaml of a run's folder, for example "
+                "runs/quickstart/recipe.yaml, or give the run's store (store.uri=...)"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
     uri = recipe.store.uri or (folder / "store").as_uri()
     return replace(recipe, output=str(folder), store=replace(recipe.store, uri=uri))
 

@@ -14,6 +14,7 @@ from typing import Any
 from composer_replication.cli.live import FleetView, Row
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.entrants import Entrants
+from composer_replication.collective.object_store.epochs import Epoch, EpochStore, read_epochs
 from composer_replication.collective.object_store.history import decided
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.wire import load
@@ -71,16 +72,19 @@ class RunReader:
     """Reads one run, again and again: rounds that were read once are kept."""
 
     def __init__(self, store: ObjectStore) -> None:
-        self.store = store
+        self._place = store
+        self._epochs: tuple[Epoch, ...] = ()
+        self.store = store  # as the run's newest epoch sees it
         self.rounds: list[ClosedRound] = []
         self.fleet: Mapping[str, Any] | None = None  # fleet.json
         self.trouble = ""  # why the open round was given up, if it was
         self.ended = False
-        self._held = 0  # the attempt of the last round that holds
+        self._held: int | None = None  # the attempt of the last round that holds
         self._entrants: Entrants | None = None
 
     def refresh(self) -> None:
         """Look for what is new. Raises StoreError if the store fails."""
+        self._look_for_epoch()
         if self.fleet is None:
             self.fleet = self._json(keys.FLEET)
         if self.fleet is None:
@@ -88,11 +92,20 @@ class RunReader:
         if self._entrants is None:
             self._entrants = Entrants(self.store, self.run, self.replicas)
         self._entrants.look()
-        if self.rounds:  # its roster may have been void: then another attempt follows
+        if self._held is not None:  # its roster may have been void: then another attempt follows
             self._take(len(self.rounds) - 1, self._held + 1)
         while self._take(len(self.rounds), 0):
             pass
         self.ended = self._json(keys.FINAL) is not None
+
+    def _look_for_epoch(self) -> None:
+        """The run may have been resumed with another fleet, from an earlier round."""
+        epochs = read_epochs(self._place)
+        if len(epochs) > len(self._epochs):
+            self._epochs, self.store = epochs, EpochStore(self._place, epochs)
+            self.fleet, self._entrants, self.trouble, self.ended = None, None, "", False
+            self._held = None
+            del self.rounds[max(epochs[-1].first - 1, 0) :]  # the round before it is read again
 
     def _take(self, round: int, attempt: int) -> bool:
         """Read the attempts of a round from `attempt` on; True if one of them holds."""
