@@ -36,11 +36,11 @@ class Toy:
     controller: float = 0.0  # what the fleet decides by, made of norms
     salt: int = 0  # another one trains another way
 
-    @staticmethod
-    def fresh(replica: int, layout: Layout = LAYOUT) -> Toy:
+    @classmethod
+    def fresh(cls, replica: int, layout: Layout = LAYOUT) -> Toy:
         generator = torch.Generator().manual_seed(replica)  # unlike on every replica, as a forgotten seed would be
         anchor = [torch.randn(slot.elements, generator=generator) for slot in layout.slots]
-        return Toy(replica, layout, 0, anchor, [torch.zeros_like(tensor) for tensor in anchor])
+        return cls(replica, layout, 0, anchor, [torch.zeros_like(tensor) for tensor in anchor])
 
     @property
     def digest(self) -> str:
@@ -119,10 +119,10 @@ class Toy:
         torch.save({name: getattr(self, name) for name in names}, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
 
-    @staticmethod
-    def load(replica: int, path: Path, layout: Layout = LAYOUT) -> Toy:
+    @classmethod
+    def load(cls, replica: int, path: Path, layout: Layout = LAYOUT) -> Toy:
         state = torch.load(path, weights_only=True)
-        return Toy(replica, layout, **state)
+        return cls(replica, layout, **state)
 
 
 def run_toy(
