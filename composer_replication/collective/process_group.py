@@ -113,39 +113,50 @@ class ProcessGroupCollective:
 
     def start(self, offered: Snapshot, *, settings: Mapping[str, Any], resumed: bool) -> Snapshot:
         self._guards.check_settings(settings)
+        said = self._exchange(self._offer(offered, settings, resumed))
+        return self._begin(offered, resumed, said)
+
+    def _offer(self, offered: Snapshot, settings: Mapping[str, Any], resumed: bool) -> dict[str, Any]:
         own = {**settings, "collective": {"codec": self._codec, "exact": self._exact, **self._guards.to_json()}}
-        said = self._exchange(
-            {
-                "round": offered.round,
-                "digest": offered.digest,
-                "layout": offered.layout.to_json(),
-                "settings": own,
-                "resumed": resumed,
-                "momentum": bool(offered.momentum),
-                "state": dict(offered.state),
-            }
-        )
+        return {
+            "replica": self._replica,
+            "round": offered.round,
+            "digest": offered.digest,
+            "layout": offered.layout.to_json(),
+            "settings": own,
+            "resumed": resumed,
+            "momentum": bool(offered.momentum),
+            "state": dict(offered.state),
+        }
+
+    def _begin(self, offered: Snapshot, resumed: bool, answers: list[dict[str, Any]]) -> Snapshot:
+        """Agree on whose state to begin with, and pass it round."""
+        said = {answer["replica"]: answer for answer in answers}
         offers = [
             Offer(i, s["round"], s["digest"], Layout.from_json(s["layout"]), s["settings"], s["resumed"])
-            for i, s in enumerate(said)
+            for i, s in said.items()
         ]
         source = check_offers(offers)
         if all(offer.resumed for offer in offers):
             return offered
-        layout = offers[source].layout
-        anchor = [self._spread(source, tensor) for tensor in self._tensors(source, layout, offered.anchor)]
+        return self._passed(offered, said[source], keep=resumed)
+
+    def _passed(self, offered: Snapshot, source: Mapping[str, Any], *, keep: bool) -> Snapshot:
+        """The state of the replica that said `source`; everybody's own where `keep` is set."""
+        layout, replica = Layout.from_json(source["layout"]), source["replica"]
+        anchor = [self._spread(replica, tensor) for tensor in self._tensors(replica, layout, offered.anchor)]
         momentum: list[Tensor] = []
-        if said[source]["momentum"]:
-            momentum = [self._spread(source, tensor) for tensor in self._tensors(source, layout, offered.momentum)]
-        if resumed or self._replica == source:
+        if source["momentum"]:
+            momentum = [self._spread(replica, tensor) for tensor in self._tensors(replica, layout, offered.momentum)]
+        if keep or self._replica == replica:
             return offered
         return Snapshot(
-            round=offers[source].round,
+            round=source["round"],
             layout=layout,
             anchor=anchor,
             momentum=momentum,
-            state=said[source]["state"],
-            digest=offers[source].digest,
+            state=source["state"],
+            digest=source["digest"],
         )
 
     def average(self, contribution: Contribution) -> RoundOutcome:
@@ -174,13 +185,18 @@ class ProcessGroupCollective:
     ) -> RoundOutcome:
         began = time.monotonic()
         told = None if report is None else report_to_json(report)
-        said = self._exchange({"round": number, "report": told, "layout": layout.to_json()})
-        waited = time.monotonic() - began
+        said = self._exchange({"replica": self._replica, "round": number, "report": told, "layout": layout.to_json()})
+        return self._close(number, said, contribution, waited=time.monotonic() - began)
+
+    def _close(
+        self, number: int, said: list[dict[str, Any]], contribution: Contribution | None, *, waited: float
+    ) -> RoundOutcome:
+        """Decide a round in which all have spoken, and average."""
         rounds = [entry["round"] for entry in said]
         if len(set(rounds)) > 1:
             raise RoundError(f"the ranks are at different rounds: {rounds}")
         # A rank that only follows has no say: it trained nothing.
-        present = {i: entry for i, entry in enumerate(said) if entry["report"] is not None}
+        present = {entry["replica"]: entry for entry in said if entry["report"] is not None}
         if not present:
             raise RoundError(f"the run is over: nobody is expected in round {number}")
         layouts = {i: Layout.from_json(entry["layout"]) for i, entry in present.items()}

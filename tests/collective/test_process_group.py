@@ -186,7 +186,7 @@ def test_a_rank_that_breaks_ends_the_round_for_all(ranks: Ranks, exact: bool) ->
 
 def test_another_codec_is_a_mismatch(ranks: Ranks) -> None:
     for pipe, codec in zip(ranks.pipes[:2], ("int8", "float32"), strict=True):
-        pipe.send((2, codec, True, partial(conformance._start_with, starts=[(conformance.SCALAR, {})] * 2)))
+        pipe.send((2, codec, True, None, partial(conformance._start_with, starts=[(conformance.SCALAR, {})] * 2)))
     for pipe in ranks.pipes[:2]:
         assert pipe.poll(60)
         good, message = pipe.recv()
