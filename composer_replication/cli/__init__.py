@@ -31,6 +31,8 @@ commands, in the order in which you may want them:
       watch a run through its store, from anywhere that can read it
   composer-replication doctor s3://bucket/runs --parameters 1.3B --replicas 8 --codec int8
       can this store hold a run, and how long will a round take?
+  composer-replication policy s3://bucket/runs/one
+      least-privilege access for that prefix
   composer-replication gc file:///shared/run1
       what of a run nobody can need any more (a dry run; --delete deletes it)
   composer-replication export file:///shared/run1 -o model.safetensors
@@ -112,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="key=value", help="put over the recipe, e.g. training.steps=200"
     )
     launch.add_argument("--dry-run", action="store_true", help="check everything, print the recipe, start nothing")
-    launch.add_argument("--resume", action="store_true", help="go on with the run in the recipe's output folder, or store")
+    launch.add_argument("--resume", action="store_true", help="go on with the run in the recipe's output or store")
     launch.add_argument("--plain", action="store_true", help="lines instead of a live table")
 
     status = command("status", "show how a run stands", _STATUS)

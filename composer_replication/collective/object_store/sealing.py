@@ -100,7 +100,7 @@ def begin_epoch(
     if found is None:
         raise FleetMismatch(f"{store.uri} holds no run that could be resumed (no {keys.FLEET})")
     if found.finished:
-        raise FleetMismatch(f"the run in {store.uri} has finished: there is nothing to resume")
+        raise _finished(store)
     if found.followed < found.newest:
         raise ObjectCorrupt(
             f"the newest checkpoint (round {found.newest} of {store.uri}) isn't whole, and the rounds that led there "
@@ -118,6 +118,8 @@ def begin_epoch(
         again = _reach(store, epochs)  # a roster may have been faster; and what was averaged meanwhile counts
         assert again is not None, "fleet.json stays"
         found = again
+        if found.finished:
+            raise _finished(store)
     epoch = Epoch(number=len(epochs) + 1, run=found.run, first=found.followed, replicas=replicas, sealed=found.open)
     create(store, keys.epoch(epoch.number), dump_epoch(epoch))
     there_now = read_epochs(store)[len(epochs)]
@@ -127,6 +129,10 @@ def begin_epoch(
             "start them with that number, or stop them and try again"
         )
     return there_now
+
+
+def _finished(store: ObjectStore) -> FleetMismatch:
+    return FleetMismatch(f"the run in {store.uri} has finished: there is nothing to resume")
 
 
 def _next_roster(store: ObjectStore, run: str, start: int) -> tuple[int, int, bool]:

@@ -71,6 +71,10 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
+def manifest(round: int, base: str) -> bytes:
+    return dump({"round": round, "digest": base, "anchor": [[base, len(base)]], "momentum": []})
+
+
 @dataclass(frozen=True)
 class Chances:
     """How often things go wrong, per opportunity."""
@@ -136,7 +140,8 @@ class Simulation:
         self.trained = 0
         self.current = 0
         self._write_checkpoint(0, digest("start"))
-        self.store.put_if_absent(keys.manifest(0), dump({"round": 0, "digest": digest("start")}))
+        self.store.put_if_absent(keys.manifest(0), manifest(0, digest("start")))
+        self.store.put_if_absent(keys.FLEET, dump({"nonce": RUN, "replicas": self.replicas}))
 
     # -- the world
 
@@ -204,7 +209,7 @@ class Simulation:
             round, base = self._newest_checkpoint()
         else:
             round, base = replica.record
-            if not plan_at(self.store, RUN, round, base, self.policy.fleet).expected:
+            if not plan_at(self.store, RUN, round, base, self.policy.fleet, first=self.policy.first_round).expected:
                 return  # it had recorded the end
             if self.random.random() < self.chances.diverge:
                 base = digest("nonsense", base, replica.incarnation)
@@ -241,13 +246,16 @@ class Simulation:
                     self._down(replica)
                     yield
                     return
+                if result.kind == "sealed":
+                    replica.gone = True
+                    return
                 raise AssertionError(f"replica {replica.id} failed: {result.kind} {result.reason}")
             if result.closed is None:
                 catching_up = False
                 continue
             closed = result.closed
             if pending is not None and pending == (closed.roster.round, closed.roster.base):
-                self._create(keys.manifest(pending[0]), dump({"round": pending[0], "digest": pending[1]}), "manifest")
+                self._create(keys.manifest(pending[0]), manifest(*pending), "manifest")
             base = self._apply(replica, closed, base)
             yield
             round += 1
@@ -286,7 +294,7 @@ class Simulation:
         tip: int,
         left: bool,
     ) -> Job:
-        plan = plan_at(self.store, RUN, round, base, self.policy.fleet)
+        plan = plan_at(self.store, RUN, round, base, self.policy.fleet, first=self.policy.first_round)
         report = Report(
             replica=replica.id,
             steps=10,
@@ -541,12 +549,13 @@ class Simulation:
         return newest, base
 
 
-def make(seed: int, *, mutation: str = "") -> Simulation:
-    """A schedule of its own for each seed: size, policy and what goes wrong all vary."""
+def make(seed: int, *, mutation: str = "", replicas: int = 0) -> Simulation:
+    """A schedule of its own for each seed: size (unless given), policy and what goes wrong all vary."""
     choose = random.Random(seed * 7919 + 1)
     strict = choose.random() < 0.5
     mode: Mode = choose.choice(("direct", "sharded"))
-    replicas = choose.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 6, 8))
+    chosen = choose.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 6, 8))
+    replicas = replicas or chosen
     chances = Chances(
         crash=choose.choice((0.0, 0.002, 0.01)),
         pause=choose.choice((0.0, 0.002, 0.01)),
