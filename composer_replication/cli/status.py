@@ -9,6 +9,7 @@ from pathlib import Path
 
 from composer_replication.cli.live import Screen, lines
 from composer_replication.cli.view import RunReader
+from composer_replication.collective.object_store.epochs import current
 from composer_replication.collective.object_store.place import open_run
 from composer_replication.errors import StoreError
 
@@ -30,7 +31,7 @@ def status(
 ) -> int:
     if not every_seconds > 0:
         raise ValueError(f"--every must be more than 0, not {every_seconds:g}")
-    place = open_run(place_of(uri), control=control, create=False, signing_key=signing_key_file)
+    place = current(open_run(place_of(uri), control=control, create=False, signing_key=signing_key_file))
     reader = RunReader(place)
     reader.refresh()
     if reader.fleet is None and not watch:
