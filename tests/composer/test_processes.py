@@ -18,7 +18,7 @@ from composer.utils import get_free_tcp_port
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "tests" / "composer" / "user_script.py"
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]  # starting replicas is slow on a busy machine
 
 
 def launch(out: Path, batches: int, *flags: str) -> subprocess.Popen[str]:
@@ -76,12 +76,15 @@ def test_stopped_inside_an_interval_and_started_again_they_end_alike(undisturbed
     """SIGTERM to the launcher after batch 5 of rounds of 3; the same command again, with the script's autoresume."""
     (tmp_path / "hold").touch()
     process = launch(tmp_path, 8, "-n", "4")
-    deadline = time.monotonic() + 200
-    while len(list(tmp_path.glob("holding-job7-replica*"))) < 4:
-        assert process.poll() is None and time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    process.terminate()
-    process.communicate(timeout=100)
+    try:
+        deadline = time.monotonic() + 230
+        while len(list(tmp_path.glob("holding-job7-replica*"))) < 4:
+            assert process.poll() is None and time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.05)
+        process.terminate()
+        process.communicate(timeout=100)
+    finally:
+        process.kill()
     assert process.returncode != 0 and not list(tmp_path.glob("replica-*.json"))
     (tmp_path / "hold").unlink()
     end(launch(tmp_path, 8, "-n", "4"))
