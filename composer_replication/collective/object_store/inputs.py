@@ -101,7 +101,7 @@ class Inputs:
                         heapq.heappush(self._sources, source)
                     self._state.notify_all()
 
-        for index in range(min(self._workers.transfers, len(self._sources))):
+        for index in range(min(self._workers.receiving, len(self._sources))):
             thread = threading.Thread(target=run, name=f"scout-{index}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -153,7 +153,7 @@ class Inputs:
         """These chunks in this order, some fetched while the ones before are being used."""
         ahead: deque[tuple[Ready, int, Future[bytes] | None]] = deque()
         coming = iter(wants)
-        window = max(2, self._workers.transfers // 2)
+        window = max(2, self._workers.receiving // 2)
         try:
             while True:
                 while len(ahead) < window and (want := next(coming, None)) is not None:

@@ -130,7 +130,7 @@ class ShardWork:
         while self._to_encode:
             while self._puts and self._puts[0].done():
                 self._puts.popleft().result()
-            if len(self._puts) >= self._workers.transfers:
+            if len(self._puts) >= self._workers.sending:
                 return Busy()
             self._encode(attempt, self._to_encode.popleft())
         while self._puts:
@@ -287,7 +287,7 @@ class ShardWork:
                 fact = ChunkFact(fact.hash, 0, 0.0, False)
             elif roster.mode == "sharded":
                 key = keys.output_chunk(self._round, action.attempt, fact.hash)
-                if len(puts) == self._workers.transfers:
+                if len(puts) == self._workers.sending:
                     puts.popleft().result()
                 puts.append(self._workers.uploads.submit(self._put, key, payload))
             self._keep(action.attempt, index, fact, payload)
@@ -364,6 +364,8 @@ class ShardWork:
         self.blobs.append(key)
 
     def _verified(self, key: str, fact: ChunkFact) -> bytes:
+        if fact.size > self._largest + 64:  # a pointer may say anything: what can't be a chunk isn't read
+            raise ObjectCorrupt(f"its pointer says {fact.size} bytes, no chunk has more than {self._largest + 64}")
         for last in (*[False] * (READ_TRIES - 1), True):
             began = time.perf_counter()
             try:

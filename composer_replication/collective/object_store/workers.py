@@ -14,7 +14,8 @@ __all__ = ["Workers"]
 
 AVERAGING = 2  # one computes while the other writes what it has computed
 IN_FLIGHT_BYTES = 32 * 1024 * 1024  # each way
-MAX_TRANSFERS = 8  # each way
+MAX_DOWNLOADS = 8
+MAX_UPLOADS = 3  # enough to fill a link; with more of them side by side the first would be there later
 
 _T = TypeVar("_T")
 
@@ -23,9 +24,10 @@ class Workers:
     """Threads start when they are first needed. `chunk_bytes`: of the largest chunk."""
 
     def __init__(self, chunk_bytes: int, sleep: Callable[[float], None]) -> None:
-        self.transfers = max(2, min(MAX_TRANSFERS, IN_FLIGHT_BYTES // max(chunk_bytes, 1)))
-        self.uploads = ThreadPoolExecutor(self.transfers, "upload")
-        self.downloads = ThreadPoolExecutor(self.transfers, "download")
+        room = max(2, IN_FLIGHT_BYTES // max(chunk_bytes, 1))
+        self.sending, self.receiving = min(room, MAX_UPLOADS), min(room, MAX_DOWNLOADS)  # at a time
+        self.uploads = ThreadPoolExecutor(self.sending, "upload")
+        self.downloads = ThreadPoolExecutor(self.receiving, "download")
         self.averages = ThreadPoolExecutor(AVERAGING, "average")
         self._sleep = sleep
         self._changed = threading.Event()
