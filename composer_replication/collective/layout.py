@@ -15,6 +15,7 @@ from typing import Any, Literal
 __all__ = ["DEFAULT_CHUNK_ELEMENTS", "Chunk", "Layout", "Part", "Slot"]
 
 DEFAULT_CHUNK_ELEMENTS = 4 * 1024 * 1024  # 16 MB of float32, 4 MB of int8
+_MOST_CHUNKS = 1 << 20  # of a layout that somebody else wrote: 4 trillion elements in chunks of the usual size
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,13 @@ class Layout:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Layout:
         slots = tuple(Slot(n, tuple(shape), dtype, kind) for n, shape, dtype, kind in data["slots"])
-        return Layout(slots, data["chunk_elements"])
+        layout = Layout(slots, data["chunk_elements"])
+        extents = [extent for slot in slots for extent in slot.shape]
+        if not all(type(extent) is int and extent >= 0 for extent in extents):
+            raise ValueError("a slot's shape holds something that is not a whole number >= 0")
+        if layout.elements > _MOST_CHUNKS * layout.chunk_elements:  # before anything is made that long
+            raise ValueError(f"{layout.elements} elements are more than any model has")
+        return layout
 
     def differences(self, other: Layout) -> list[str]:
         """What tells `other` apart, one line a tensor; empty when they are the same."""

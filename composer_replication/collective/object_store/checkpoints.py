@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_replication.collective.base import Snapshot
-from composer_replication.collective.codec import content_hash, decode_chunk, encode_chunk
+from composer_replication.collective.codec import chunk_bytes, content_hash, decode_chunk, encode_chunk
 from composer_replication.collective.layout import Layout
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.requests import create
@@ -203,12 +203,14 @@ def _tensors(
 ) -> list[Tensor]:
     tensors = [torch.empty(slot.elements, dtype=torch.float32) for slot in layout.slots]
     for index, ((digest, size), chunk) in enumerate(zip(facts, layout.chunks, strict=True)):
-        key = keys.checkpoint_blob(round, digest)
+        key, fields = keys.checkpoint_blob(round, digest), _fields(run, round, what, index)
         try:
+            if size != chunk_bytes("float32", part_sizes(chunk), fields):
+                raise ObjectCorrupt(f"the manifest says {size} bytes, which its layout doesn't come to")
             data = store.get(key, max_bytes=size)
             if len(data) != size or content_hash(data) != digest:
                 raise ObjectCorrupt("its size or hash is not what the manifest says")
-            values = decode_chunk("float32", part_sizes(chunk), data, fields=_fields(run, round, what, index))
+            values = decode_chunk("float32", part_sizes(chunk), data, fields=fields)
         except ObjectMissing:
             raise
         except ObjectCorrupt as error:

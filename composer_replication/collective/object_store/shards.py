@@ -366,6 +366,8 @@ class ShardWork:
     def _verified(self, key: str, fact: ChunkFact) -> bytes:
         if fact.size > self._largest + 64:  # a pointer may say anything: what can't be a chunk isn't read
             raise ObjectCorrupt(f"its pointer says {fact.size} bytes, no chunk has more than {self._largest + 64}")
+        if fact.size > self._largest + 64:  # a pointer may say anything: what can't be a chunk isn't read
+            raise ObjectCorrupt(f"its pointer says {fact.size} bytes, no chunk has more than {self._largest + 64}")
         for last in (*[False] * (READ_TRIES - 1), True):
             began = time.perf_counter()
             try:
