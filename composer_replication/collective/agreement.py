@@ -6,7 +6,7 @@ Invariant: pure functions of what all replicas said, so that each of them comes 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from composer_replication.collective.base import Report
@@ -15,7 +15,7 @@ from composer_replication.collective.layout import Layout
 from composer_replication.collective.membership import Treatment, select_members, treat
 from composer_replication.errors import Diverged, FleetMismatch
 
-__all__ = ["Closing", "Offer", "check_layouts", "check_offers", "close_round", "differing_settings"]
+__all__ = ["Closing", "Offer", "check_layouts", "check_offers", "close_round", "differing_settings", "without_mean"]
 
 _SHOWN = 8  # lines of a difference that an error spells out
 
@@ -41,6 +41,13 @@ class Closing:
     absent: Mapping[int, str]
     expected_next: tuple[int, ...]
     treatment: Treatment
+
+
+def without_mean(closing: Closing) -> Closing:
+    """The sum of finite contributions overflows: a round that averaged nobody."""
+    everyone = sorted((*closing.members, *closing.others), key=lambda report: report.replica)
+    absent = {**closing.absent, **{report.replica: "the mean is not finite" for report in closing.members}}
+    return replace(closing, members=(), others=tuple(everyone), absent=dict(sorted(absent.items())))
 
 
 def differing_settings(theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -151,6 +151,8 @@ class InProcessCollective:
         if any(report.replica == me for report in entry.closing.members):
             for index in range(len(contribution.layout.chunks)):
                 sent += self._put(entry, index, contribution, phases)
+                if not entry.closing.members:  # the mean isn't finite
+                    break
         return self._outcome(number, entry, waited=waited, phases=phases, sent=sent)
 
     def follow(self, round: int, layout: Layout, base: str, *, wait: bool) -> RoundOutcome | None:
@@ -226,7 +228,7 @@ class InProcessCollective:
             raise
         with meeting.condition:
             meeting.wait(
-                lambda: len(entry.means) > index,
+                lambda: len(entry.means) > index or not (entry.closing and entry.closing.members),
                 lambda: f"chunk {index} of {meeting.missing(members, entry.waiting) if entry.waiting else 'the mean'}",
             )
         return len(encoded)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_replication.collective.agreement import Closing, Offer, check_offers, close_round
+from composer_replication.collective.agreement import Closing, Offer, check_offers, close_round, without_mean
 from composer_replication.collective.base import Report, Snapshot
 from composer_replication.collective.guards import Guards
 from composer_replication.collective.layout import Layout
@@ -130,14 +130,11 @@ class Meeting:
             parameters=parameter_parts(layout, chunk),
         )
         with self.condition:
-            if not reduced.finite:
-                names = sorted({layout.slots[part.slot].name for part in chunk.parts})
-                self.abort(
-                    f"the mean isn't finite in chunk {index} ({', '.join(names[:4])}): the sum overflows float32"
-                )
-                self.check()
-            entry.means.append(reduced.payload)
-            entry.square_norm += reduced.square_norm
+            if reduced.finite:
+                entry.means.append(reduced.payload)
+                entry.square_norm += reduced.square_norm
+            else:
+                entry.closing, entry.means, entry.square_norm = without_mean(closing), [], 0.0
             entry.waiting.clear()
             self.condition.notify_all()
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composer_replication.collective.agreement import Closing, Offer, check_offers, close_round
+from composer_replication.collective.agreement import Closing, Offer, check_offers, close_round, without_mean
 from composer_replication.collective.base import Contribution, Report, RoundOutcome, Snapshot
 from composer_replication.collective.codec import check_codec, chunk_bytes, decode_chunk, encode_chunk
 from composer_replication.collective.guards import Guards
@@ -205,12 +205,16 @@ class ProcessGroupCollective:
         averaged = any(member.replica == self._replica for member in closing.members)
         state = _Exchange(number, layouts[min(layouts)], closing, contribution if averaged else None)
         chunks = state.layout.chunks if closing.members else ()
-        if self._exact:
-            payloads = [self._reduce_exactly(state, index, chunk) for index, chunk in enumerate(chunks)]
-            decode = self._decode_payloads(state, payloads)
-        else:
-            sums = [self._reduce_by_group(state, index, chunk) for index, chunk in enumerate(chunks)]
-            decode = self._copy_sums(state, sums)
+        try:
+            if self._exact:
+                payloads = [self._reduce_exactly(state, index, chunk) for index, chunk in enumerate(chunks)]
+                decode = self._decode_payloads(state, payloads)
+            else:
+                sums = [self._reduce_by_group(state, index, chunk) for index, chunk in enumerate(chunks)]
+                decode = self._copy_sums(state, sums)
+        except _Overflow:  # at the same chunk on every rank
+            closing = state.closing = without_mean(closing)
+            state.square_norm, decode = 0.0, self._copy_sums(state, [])
         return RoundOutcome(
             round=number,
             members=closing.members,
@@ -259,7 +263,7 @@ class ProcessGroupCollective:
                 f"round {state.number}: a replica gave no chunk {index} ({problem or error})"
             ) from problem
         if not reduced.finite:
-            raise _overflow(state, index)
+            raise _Overflow
         state.square_norm += reduced.square_norm
         state.encode_seconds += encoded - began
         state.reduce_seconds += time.monotonic() - encoded
@@ -291,8 +295,10 @@ class ProcessGroupCollective:
         total = moved.to("cpu")
         if shares(weights) is None:
             total.div_(torch.tensor(float(len(weights))))
+        if problem is not None or bool(torch.isnan(total).any()):
+            raise _not_finite(state, index) from problem
         if not all_finite(total):
-            raise _overflow(state, index) from problem
+            raise _Overflow
         state.square_norm += parameter_square_norm(total, sizes, parameter_parts(state.layout, chunk))
         state.reduce_seconds += time.monotonic() - began
         state.bytes_sent += 4 * chunk.elements
@@ -351,6 +357,10 @@ def _check_mean(state: _Exchange) -> None:
         raise RoundError(f"round {state.number} averaged nobody: there is no mean")
 
 
-def _overflow(state: _Exchange, index: int) -> RoundAborted:
+class _Overflow(Exception):
+    """The sum of finite contributions isn't finite: the round averages nobody."""
+
+
+def _not_finite(state: _Exchange, index: int) -> RoundAborted:
     names = sorted({state.layout.slots[part.slot].name for part in state.layout.chunks[index].parts})
     return RoundAborted(f"round {state.number}: the mean isn't finite in chunk {index} ({', '.join(names[:4])})")

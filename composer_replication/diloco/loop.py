@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from composer_replication.autoloco.config import OuterConfig
 from composer_replication.autoloco.outer import outer_coefficients
 from composer_replication.autoloco.values import Observation, Plan, Policy, Preview
+from composer_replication.collective.agreement import differing_settings
 from composer_replication.collective.base import Collective, Contribution, Report, RoundOutcome, Snapshot
 from composer_replication.collective.layout import DEFAULT_CHUNK_ELEMENTS, Layout
 from composer_replication.diloco.held import Held
@@ -289,6 +290,7 @@ class OuterLoop:
         return {
             "version": _STATE_VERSION,
             "replica": self.replica,
+            "settings": self._settings_text(),
             "layout": layout.to_json(),
             "anchor": dict(zip((s.name for s in layout.slots), self._tensors.anchors(), strict=True)),
             "momentum": dict(zip((s.name for s in layout.slots), self._tensors.momenta(), strict=True)),
@@ -327,9 +329,19 @@ class OuterLoop:
     @staticmethod
     def state_dict_keys() -> tuple[str, ...]:
         """The keys of `state_dict()`: a contract, with a version."""
-        return tuple("version replica layout anchor momentum shared digest trained interval totals left ended".split())
+        keys = "version replica settings layout anchor momentum shared digest trained interval totals left ended"
+        return tuple(keys.split())
+
+    def _settings_text(self) -> str:
+        """What the run is trained by, as JSON: a resumed one goes on by the same."""
+        return json.dumps(self._settings, sort_keys=True)
 
     def _restore_state(self, state: Mapping[str, Any]) -> None:
+        if lines := differing_settings(json.loads(state["settings"]), json.loads(self._settings_text())):
+            raise FleetMismatch(
+                f"replica {self.replica} can't resume with other settings than its checkpoint's (there): "
+                f"{'; '.join(lines[:8])}"
+            )
         layout = Layout.from_json(state["layout"])
         names = [slot.name for slot in layout.slots]
         self._tensors.adopt(

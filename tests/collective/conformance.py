@@ -430,6 +430,29 @@ def check_shared_start(run: Run) -> None:
     assert run(3, "float32", _start_from_own) == [([0.0, 1.0, 2.0], 0, 0)] * 3
 
 
+def _overflow_then_full(collective: Collective) -> tuple[Seen, Seen]:
+    me, most = collective.replica, torch.finfo(torch.float32).max
+    begin(collective, MIXED)
+    values = torch.ones(MIXED.elements)
+    values[MIXED.elements // 2] = most
+    first = collective.average(contribution(me, 0, MIXED, values))
+    empty = seen(first, MIXED)
+    collective.applied(lambda: snapshot(MIXED, 1))
+    ones = torch.ones(MIXED.elements)
+    second = seen(collective.average(contribution(me, 1, MIXED, ones * (me + 1))), MIXED)
+    collective.applied(lambda: snapshot(MIXED, 2))
+    return empty, second
+
+
+def check_overflow(run: Run) -> None:
+    """Finite contributions whose sum isn't: a round without a mean, which says why, and the run goes on."""
+    results = run(2, "float32", _overflow_then_full)
+    empty, full = agreed([r[0] for r in results]), agreed([r[1] for r in results])
+    assert empty.members == () and empty.others == (0, 1) and empty.expected_next == (0, 1)
+    assert empty.absent == {0: "the mean is not finite", 1: "the mean is not finite"} and empty.norm == 0.0
+    assert full.members == (0, 1) and set(full.mean) == {1.5}
+
+
 CHECKS = (
     check_hand_computed,
     check_every_element_is_the_mean,
@@ -441,6 +464,7 @@ CHECKS = (
     check_outliers,
     check_robust_means,
     check_empty_roster,
+    check_overflow,
     check_leaving,
     check_mismatch_at_start,
     check_shared_start,

@@ -105,17 +105,6 @@ def test_an_error_inside_a_chunk_reaches_the_others() -> None:
     assert isinstance(first, RoundAborted) and "not finite" in str(first)
 
 
-def test_a_sum_that_overflows_is_never_committed() -> None:
-    greatest = torch.tensor([torch.finfo(torch.float32).max])
-
-    def huge(collective: InProcessCollective) -> None:
-        begin(collective, SCALAR)
-        collective.average(contribution(collective.replica, 0, SCALAR, greatest))
-
-    for error in outcomes(InProcessFleet(2, timeout_seconds=30.0), huge, huge):
-        assert isinstance(error, RoundAborted) and "theta" in str(error) and "overflows" in str(error)
-
-
 def test_layouts_that_differ_within_a_round() -> None:
     wider = Layout((*SCALAR.slots, Slot("unfrozen", (2,), "torch.float32")))
 

@@ -135,7 +135,13 @@ def test_all_reduce_to_rounding(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [conformance.check_not_finite, conformance.check_leaving, conformance.check_empty_roster]
+    "check",
+    [
+        conformance.check_not_finite,
+        conformance.check_leaving,
+        conformance.check_empty_roster,
+        conformance.check_overflow,
+    ],
 )
 def test_all_reduce_keeps_the_rules(ranks: Ranks, check) -> None:
     check(partial(ranks.run, exact=False))
