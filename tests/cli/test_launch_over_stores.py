@@ -21,6 +21,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 SHORTER = [
     "fleet.replicas=2",
     "training.steps=24",
+    "scheduler.warmup_steps=4",
     "autoloco.base_horizon=8",
     "model.args.width=32",
     "data.args.max_bytes=100000",

@@ -148,7 +148,7 @@ class Fleet:
         self.store_of = store if callable(store) else lambda replica: store
         self.replicas, self.rounds = replicas, rounds
         self.make: type[Toy] = Toy
-        self._living = Counter[int]()
+        self._living, self._lived = Counter[int](), Counter[int]()
         self.settings: dict[str, Any] = {
             "codec": "int8",
             "mode": "sharded",
@@ -206,13 +206,14 @@ class Fleet:
 
     def _bury(self, replica: int) -> None:
         """Say of earlier processes that they are dead, as the system does: here all are threads of one that lives."""
-        if not self._living[replica]:
+        if self._lived[replica] and not self._living[replica]:
             store = self.store_of(replica)
             for key in store.list(keys.claims(replica)):
                 number = keys.incarnation_of(key)
                 if number is not None:
                     create(store, keys.closed(replica, number), b"{}")
         self._living[replica] += 1
+        self._lived[replica] += 1
 
     def start(self, replica: int, hook: Hook = nothing, **options: Any) -> Running:
         return Running(lambda: self.live(replica, hook, **options))

@@ -4,7 +4,7 @@
     python -m tests.faults.report -k flipped -x  # a part, with what pytest knows
 
 Invariant: each number on the page was measured by this command; of a test that ran several times the last one counts. A
-row without a run is an error. What came of each test is kept in runs/reliability.json.
+row without a run is an error. What came of each test is kept in runs/reliability.jsonl.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from tests.faults.registry import FAULTS, Row, rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
-RESULTS = Path(__file__).parents[2] / "runs" / "reliability.json"
+RESULTS = Path(__file__).parents[2] / "runs" / "reliability.jsonl"
 PLACES = ["tests/faults", "tests/collective"]  # where such tests are
 BEGIN, END = "<!-- from here: written by `make reliability` -->\n", "<!-- until here -->\n"
 STORES = {"files": "files", "s3": "S3", "memory": "memory", "gcs": "GCS", "azure": "Azure"}
@@ -42,7 +42,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self.row_of: dict[str, Row] = {}
-        self.results: dict[str, Result] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
@@ -53,12 +52,12 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.nodeid not in self.row_of or (report.passed and report.when != "call"):
             return
-        outcome, reason, before = report.outcome, "", self.results.get(report.nodeid)
+        reason = ""
         if report.skipped:
             reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-        if before is None or report.failed:
-            day = time.strftime("%Y-%m-%d")
-            self.results[report.nodeid] = Result(outcome, day, report.duration, reason.removeprefix("Skipped: "))
+        result = Result(report.outcome, time.strftime("%Y-%m-%d"), report.duration, reason.removeprefix("Skipped: "))
+        with RESULTS.open("a") as file:  # at once, so that a run that is broken off has counted
+            file.write(json.dumps({"test": report.nodeid, **asdict(result)}) + "\n")
 
 
 def row_of(item: pytest.Item, mark: pytest.Mark) -> Row:
@@ -79,9 +78,12 @@ def cells(row: Row) -> list[str]:
 def table(row_of: dict[str, Row], results: dict[str, Result]) -> str:
     lines = ["| fault | where | policy | store | runs | losses |", "|---|---|---|---|---|---|"]
     for row in rows():
-        mine = [results[node] for node, its in row_of.items() if its == row and node in results]
+        tests = [node for node, its in row_of.items() if its == row]
+        mine = [results[node] for node in tests if node in results]
         count = Counter(result.outcome for result in mine)
         runs = str(count["passed"] + count["failed"])
+        if len(mine) < len(tests):
+            runs += f" of {len(tests)}"
         for reason in sorted({result.reason for result in mine if result.outcome == "skipped"}):
             runs += f" (not here: {reason})"
         lines.append("| " + " | ".join([*cells(row), runs, str(count["failed"])]) + " |")
@@ -108,10 +110,10 @@ def write(row_of: dict[str, Row], results: dict[str, Result]) -> None:
     PAGE.write_text(f"{before}{BEGIN}\n{said}{table(row_of, results)}\n{expectations()}\n{END}{after}")
 
 
-def known() -> dict[str, Result]:
-    if not RESULTS.exists():
-        return {}
-    return {node: Result(**about) for node, about in json.loads(RESULTS.read_text()).items()}
+def measured() -> dict[str, Result]:
+    """The last result of each test."""
+    lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    return {line.pop("test"): Result(**line) for line in lines}
 
 
 def main(arguments: list[str]) -> int:
@@ -120,11 +122,12 @@ def main(arguments: list[str]) -> int:
     if code := pytest.main([*PLACES, "-m", "fault", "--collect-only", "-qq", "--no-summary"], plugins=[everything]):
         return int(code)
     recorder.row_of = everything.row_of
-    code = pytest.main([*PLACES, "-m", "fault", "-q", *arguments], plugins=[recorder])
-    results = {**(known() if arguments else {}), **recorder.results}
-    results = {node: result for node, result in results.items() if node in everything.row_of}
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({node: asdict(result) for node, result in results.items()}, indent=1))
+    if not arguments:
+        RESULTS.write_text("")
+    RESULTS.touch()
+    code = pytest.main([*PLACES, "-m", "fault", "-q", *arguments], plugins=[recorder])
+    results = {node: result for node, result in measured().items() if node in everything.row_of}
     empty = sorted({str(row) for row in rows()} - {str(everything.row_of[node]) for node in results})
     if empty:
         print(f"the page isn't written: no test has run for {len(empty)} rows, like {empty[0]}", file=sys.stderr)
