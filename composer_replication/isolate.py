@@ -227,8 +227,10 @@ def _narrow(rank: int, local: int, count: int, *, alone: bool, environ: MutableM
     environ.update({"RANK": str(rank), "LOCAL_RANK": str(local - first), "NODE_RANK": "0"})
     environ.update({"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)})
     if port.isdigit():
-        # One port for each replica of a machine, and none that the launcher itself may hold.
-        port = port if alone else str(1024 + (int(port) - 1023 + first // count) % 64512)
+        # One port for each replica of a machine, and none that the launcher itself may hold, or that a system hands out
+        # to whoever asks for any (32768 and above): gloo's own connections take many of those.
+        own = int(port) + 1 + first // count
+        port = port if alone else str(own if own < 32768 else 10000 + own % 22000)
         environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
     if devices is not None:
         environ["CUDA_VISIBLE_DEVICES"] = devices

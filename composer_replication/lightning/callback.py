@@ -276,7 +276,8 @@ class AutoLoCoCallback(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._swap_back()
+        if self._session.ranks is None or isinstance(exception, SIGTERMException):
+            self._swap_back()  # of several ranks only together, and one may have failed alone
         if self._session.running is None:
             return
         if isinstance(exception, SIGTERMException):

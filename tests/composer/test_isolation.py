@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_replication.isolate import Identity, isolate_world
+from composer_replication.isolate import Identity, isolate_world, read_rank
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -42,6 +42,8 @@ def test_each_rank_of_composer_s_launcher() -> None:
         "RUN_NAME": "job7-replica6",
         "COMPOSER_REPLICATION_REPLICA": "6",
         "COMPOSER_REPLICATION_REPLICAS": "8",
+        "COMPOSER_REPLICATION_RANK": "0",
+        "COMPOSER_REPLICATION_RANKS": "1",
     }
     before = dict(environ)
     assert isolate_world(environ=environ) == Identity(replica=6, replicas=8)
@@ -56,6 +58,13 @@ def test_two_ranks_a_replica() -> None:
     assert environ["CUDA_VISIBLE_DEVICES"] == "6,7"
     ports = [isolate_and_read("MASTER_PORT", composer(rank), 2) for rank in range(4)]
     assert ports == ["29501", "29501", "29502", "29502"]
+    # A launcher that took any free port has one of those that others are given, too: the replicas' are not.
+    ports = [isolate_and_read("MASTER_PORT", composer(rank) | {"MASTER_PORT": "45000"}, 2) for rank in range(4)]
+    assert ports == ["11001", "11001", "11002", "11002"]
+    assert read_rank(environ) == (1, 2)
+    assert isolate_world(2, environ=environ) == Identity(replica=3, replicas=4)  # again: nothing more happens
+    with pytest.raises(ValueError, match="one of a replica of 2 already.*now of 1: say --ranks-per-replica.*once"):
+        isolate_world(environ=environ)
     with pytest.raises(ValueError, match=r"4 processes \(4 on this machine\) can't be cut into replicas of 3"):
         isolate_world(3, environ=composer(0))
 
@@ -77,6 +86,32 @@ def test_torchrun_srun_and_mpirun() -> None:
     assert isolate_world(environ=inner) == Identity(replica=2, replicas=4)
     mpirun = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     assert isolate_world(environ=mpirun) == Identity(replica=1, replicas=2)
+
+
+def test_several_ranks_a_replica_under_srun() -> None:
+    srun = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "40123"}
+    assert isolate_world(2, environ=srun) == Identity(replica=2, replicas=4)
+    # srun names no port: it comes from the job's number, and the place on the machine.
+    assert {name: srun[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")} == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "20124",
+    }
+    cyclic = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}
+    with pytest.raises(ValueError, match="process 1 is number 0 of its machine.*srun --distribution=block"):
+        isolate_world(2, environ=cyclic)
+
+
+def test_one_launch_for_a_replica_of_several_machines() -> None:
+    ids = {"COMPOSER_REPLICATION_REPLICA": "1", "COMPOSER_REPLICATION_REPLICAS": "2"}
+    environ = composer(5, nodes=2) | ids
+    assert isolate_world(8, environ=environ) == Identity(replica=1, replicas=2)
+    assert (environ["MASTER_ADDR"], environ["RANK"], environ["WORLD_SIZE"]) == ("first.host", "5", "8")
+    assert read_rank(environ) == (5, 8)
+    with pytest.raises(ValueError, match="can't be cut into replicas of 8 on one machine each.*launch each replica by"):
+        isolate_world(8, environ=composer(5, nodes=4))
 
 
 def test_one_launch_for_each_replica() -> None:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from composer_replication.adapter.data import rank_share
+from composer_replication.errors import ReplicationError
 from composer_replication.isolate import isolate_world, read_identity, read_rank
 from composer_replication.lightning import AutoLoCoCallback, latest_checkpoint
 from tests.lightning.helpers import Numbered, Tiny
@@ -37,8 +38,8 @@ def quiet() -> None:
 class Module(Tiny):
     """Logs what `sync_dist` and a metric make of the replica's number, and of how many samples it validated."""
 
-    def __init__(self, *, sharded: bool, replica: int, dropout: bool = False) -> None:
-        super().__init__(seed=replica, optimizer="adamw", scheduler=True, lr=0.02)
+    def __init__(self, *, sharded: bool, replica: int, dropout: bool = False, optimizer: str = "adamw") -> None:
+        super().__init__(seed=replica, optimizer=optimizer, scheduler=True, lr=0.02)
         self.sharded, self.replica = sharded, replica
         self.drop = torch.nn.Dropout(0.2 if dropout else 0.0)
         self.validated = torchmetrics.SumMetric()
@@ -93,6 +94,22 @@ class Journal(pl.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Spoiler(pl.Callback):
+    """Before AutoLoCo: after a batch, in one rank, a weight goes bad or the process dies."""
+
+    def __init__(self, what: str, rank: int, batch: int) -> None:
+        self.what, self.rank, self.batch = what, rank, batch
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.global_rank, batch_idx + 1) != (self.rank, self.batch):
+            return
+        if self.what == "dies":
+            os._exit(9)
+        weight: Any = pl_module.net[2].weight.detach()
+        local = weight.to_local() if hasattr(weight, "to_local") else weight
+        local[0, 0] = float("nan")
+
+
 class Rewindable:
     """One process's share, in order; the loader knows where it is."""
 
@@ -128,6 +145,9 @@ def train(
     resume: bool = False,
     validate: bool = False,
     accumulate: int = 1,
+    optimizer: str = "adamw",
+    spoil: tuple[str, int, int, int] | None = None,
+    timeout: float = 60.0,
     **options: Any,
 ) -> dict[str, Any]:
     """One process of two replicas of two ranks."""
@@ -135,17 +155,19 @@ def train(
     out.mkdir(exist_ok=True)
     identity = isolate_world(2)
     replica = identity.replica
-    module = Module(sharded=kind == "fsdp", replica=replica, dropout=resume or stop is not None)
+    dropout = (resume or stop is not None) and optimizer == "adamw"
+    module = Module(sharded=kind == "fsdp", replica=replica, dropout=dropout, optimizer=optimizer)
     folder = out / "checkpoints"
     ours = AutoLoCoCallback(
-        (out / "store").as_uri(), policy="fixed", base_horizon=3, checkpoint_dir=folder, timeout=60, **options
+        (out / "store").as_uri(), policy="fixed", base_horizon=3, checkpoint_dir=folder, timeout=timeout, **options
     )
     journal = Journal(stop if replica == stopped_replica else None)
+    spoilers = [Spoiler(spoil[0], *spoil[2:])] if spoil is not None and spoil[1] == replica else []
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=STRATEGIES[kind],
-        callbacks=[ours, journal],
+        callbacks=[*spoilers, ours, journal],
         max_epochs=1,
         limit_train_batches=batches[replica],
         val_check_interval=4 if validate else None,
@@ -166,6 +188,8 @@ def train(
         trainer.fit(module, data, DataLoader(Numbered(10)) if validate else None, ckpt_path=path)
     except SIGTERMException as told:
         result["stopped"] = told.code
+    except (ReplicationError, RuntimeError) as error:
+        return result | {"error": type(error).__name__, "text": str(error)}
     assert ours.loop is not None
     return result | {
         "world": (trainer.global_rank, trainer.world_size, torch.distributed.get_world_size()),

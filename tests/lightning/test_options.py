@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
 
 from composer_replication.collective.in_process import InProcessFleet
 from composer_replication.isolate import Identity, isolate, read_identity
-from composer_replication.lightning import AutoLoCoCallback, LocalReplicaStrategy
+from composer_replication.lightning import AutoLoCoCallback, LocalReplicaFSDPStrategy, LocalReplicaStrategy
 from composer_replication.lightning.strategy import register
+from composer_replication.lightning.world import check_strategy
 from composer_replication.lightning_zero_edit import callbacks
 from tests.lightning.helpers import QUIET, Tiny, callback, in_threads, loader, trainer
 
@@ -64,10 +66,34 @@ def test_the_strategy_is_registered_once() -> None:
     assert isinstance(Trainer(**QUIET).strategy, LocalReplicaStrategy)
 
 
-@pytest.mark.parametrize("settings", [{"devices": 2}, {"num_nodes": 2}])
-def test_a_replica_of_several_processes_is_refused(settings: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="one process on one device per replica.*use devices=1"):
-        Trainer(**{**QUIET, **settings})
+@pytest.mark.parametrize(
+    ("environ", "devices", "message"),
+    [
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "1"}, 2, "started 4 processes.*is a replica of 2.*--ranks-per-replica 2"),
+        ({"WORLD_SIZE": "3", "LOCAL_RANK": "1"}, 2, "started 3 processes.*if they are one, use devices=3"),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, 2, "started 4 processes"),
+        (
+            {"COMPOSER_REPLICATION_RANK": "0", "COMPOSER_REPLICATION_RANKS": "2"},
+            4,
+            "one of a replica of 2.*asks for 4 devices in all: use devices=2",
+        ),
+        ({"COMPOSER_REPLICATION_RANK": "1", "COMPOSER_REPLICATION_RANKS": "2"}, 1, "asks for 1 devices in all"),
+        ({"COMPOSER_REPLICATION_RANK": "2", "COMPOSER_REPLICATION_RANKS": "2"}, 2, "contradict each other: unset both"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["local_replica", "local_replica_fsdp"])
+def test_a_world_that_isn_t_the_replica_s_is_refused(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], devices: int, message: str, strategy: str
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        Trainer(**{**QUIET, "devices": devices, "strategy": strategy})
+
+
+def test_tensor_parallelism_inside_a_replica_is_refused() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1, got 2"):
+        LocalReplicaFSDPStrategy(tensor_parallel_size=2)
 
 
 def test_a_launcher_s_world_is_left_outside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +109,14 @@ def test_a_launcher_s_world_is_left_outside(monkeypatch: pytest.MonkeyPatch) -> 
     assert fit.strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 3}
 
 
-def test_other_strategies_of_several_processes_are_refused_by_the_callback() -> None:
-    ours = callback(InProcessFleet(1).collectives()[0])
-    with pytest.raises(ValueError, match="runs 2 processes, and a replica is one process"):
-        fit = Trainer(**{**QUIET, "strategy": "ddp", "devices": 2}, callbacks=[ours])
-        ours.setup(fit, Tiny(), "fit")  # what `fit` would do in each process that it starts
+def test_strategies_that_a_replica_of_several_processes_can_t_use_are_refused() -> None:
+    fit = Trainer(**{**QUIET, "strategy": "ddp", "devices": 2})
+    check_strategy(fit)
+    fit._accelerator_connector.strategy = FSDPStrategy(parallel_devices=fit.strategy.parallel_devices)
+    fit.strategy.cluster_environment = LightningEnvironment()
+    fit.strategy.cluster_environment.set_world_size(2)
+    with pytest.raises(ValueError, match="replica of 2 processes can't use FSDPStrategy.*'local_replica_fsdp'"):
+        check_strategy(fit)
 
 
 def test_a_trainer_of_the_other_package_gets_a_clear_error() -> None:

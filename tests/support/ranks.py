@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -12,6 +13,8 @@ from typing import Any
 
 __all__ = ["World", "free_port"]
 
+_STUCK_SECONDS = 60  # then it says where
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -21,6 +24,7 @@ def free_port() -> int:
 
 def _child(script: Callable[..., Any], arguments: tuple[Any, ...], environ: dict[str, str], pipe: Connection) -> None:
     os.environ.update(environ)
+    faulthandler.dump_traceback_later(_STUCK_SECONDS)
     code = 0
     try:
         pipe.send((True, script(*arguments)))
@@ -72,7 +76,7 @@ class World:
             if not pipe.poll(seconds):
                 for process in self.processes.values():
                     process.kill()
-                raise AssertionError(f"rank {rank} hangs")
+                raise AssertionError(f"rank {rank} hangs; the others: {answers}")
             answers[rank] = pipe.recv()
         for rank in answers:
             self.processes[rank].join(30)

@@ -49,7 +49,6 @@ class Ranks:
         # gloo whatever the trainer uses: it moves plain bytes, and notices at once when a process has died.
         self._group: Any = _torch_dist.new_group(backend="gloo", timeout=_SILENCE)
         self._asked = 0.0
-        self._pending: tuple[Any, Tensor] | None = None
 
     @property
     def leads(self) -> bool:
@@ -70,19 +69,8 @@ class Ranks:
         return values
 
     def agree(self, flags: int) -> int:
-        """The greatest flags of any rank *at the call before*; 0 at the first. Waits for nobody who keeps pace."""
-        said = self._settle()
-        mine = torch.tensor([flags], dtype=torch.int64)
-        work = self._do(lambda: _torch_dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group, async_op=True))
-        self._pending = (work, mine)
-        return said
-
-    def _settle(self) -> int:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return 0
-        self._do(pending[0].wait)
-        return int(pending[1].item())
+        """The greatest flags of any rank. Waits for all: nothing may be under way when a rank's own program fails."""
+        return self._answer(flags)
 
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
@@ -167,7 +155,7 @@ class Ranks:
 
     def close(self) -> None:
         """Let go of the group. Harmless when called again, and where the trainer's own is gone."""
-        group, self._group, self._pending = self._group, None, None
+        group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 

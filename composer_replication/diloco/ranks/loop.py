@@ -85,7 +85,7 @@ class LeadingLoop(OuterLoop):
         return self._behind
 
     def watch(self) -> bool:
-        """After each batch: whether any rank was asked to stop, as of the batch before; and so for `overtaken`."""
+        """After each batch: whether any rank was asked to stop; and so for `overtaken`."""
         flags = _STOP if self._ranks.told_to_stop() else _OVERTAKEN if super().overtaken else 0
         said = self._ranks.agree(flags)
         self._behind = said == _OVERTAKEN and self.started and not self.ended and not self.left
