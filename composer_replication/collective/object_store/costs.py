@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from composer_replication.collective.codec import chunk_bytes
 from composer_replication.collective.layout import Layout, Slot
 from composer_replication.collective.object_store.roster import Mode, divide, shard_range
-from composer_replication.collective.reduce import part_sizes
+from composer_replication.collective.object_store.shards import input_sizes, output_sizes
 
-__all__ = ["Link", "Share", "encoded_sizes", "plain_layout", "round_seconds", "round_shares"]
+__all__ = ["Link", "Share", "encoded_sizes", "mean_sizes", "plain_layout", "round_seconds", "round_shares"]
+
+_RUN = "0" * 16  # as long as the name that a run gives itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,14 @@ def plain_layout(elements: int) -> Layout:
     return Layout((Slot("model", (elements,), "torch.float32"),))
 
 
-def encoded_sizes(codec: str, layout: Layout) -> list[int]:
-    """Bytes of each encoded chunk, but for the digits of the round's and the replica's numbers in its header."""
-    return [chunk_bytes(codec, part_sizes(chunk), {}) for chunk in layout.chunks]
+def encoded_sizes(codec: str, layout: Layout, *, round: int = 0, replica: int = 0) -> list[int]:
+    """Bytes of each encoded chunk of a contribution."""
+    return input_sizes(codec, _RUN, round, layout, replica)
+
+
+def mean_sizes(codec: str, layout: Layout, *, round: int = 0) -> list[int]:
+    """Bytes of each encoded chunk of the mean."""
+    return output_sizes(codec, _RUN, round, layout)
 
 
 def round_shares(

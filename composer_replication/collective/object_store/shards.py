@@ -42,7 +42,7 @@ from composer_replication.collective.reduce import parameter_parts, part_sizes, 
 from composer_replication.errors import ObjectCorrupt, ObjectMissing
 from composer_replication.store.base import ObjectStore
 
-__all__ = ["ShardWork", "Trace", "input_sizes"]
+__all__ = ["ShardWork", "Trace", "input_sizes", "output_sizes"]
 
 READ_TRIES = 3  # a transfer may be damaged; an object that is damaged stays so
 
@@ -63,8 +63,20 @@ def input_sizes(codec: str, run: str, round: int, layout: Layout, replica: int) 
     ]
 
 
+def output_sizes(codec: str, run: str, round: int, layout: Layout) -> list[int]:
+    """Bytes of each encoded chunk of the mean."""
+    return [
+        chunk_bytes(codec, part_sizes(chunk), _output_fields(run, round, index))
+        for index, chunk in enumerate(layout.chunks)
+    ]
+
+
 def _input_fields(run: str, round: int, replica: int, chunk: int) -> dict[str, object]:
     return {"run": run, "round": round, "replica": replica, "chunk": chunk}
+
+
+def _output_fields(run: str, round: int, chunk: int) -> dict[str, object]:
+    return {"run": run, "round": round, "chunk": chunk}
 
 
 class ShardWork:
@@ -366,8 +378,6 @@ class ShardWork:
     def _verified(self, key: str, fact: ChunkFact) -> bytes:
         if fact.size > self._largest + 64:  # a pointer may say anything: what can't be a chunk isn't read
             raise ObjectCorrupt(f"its pointer says {fact.size} bytes, no chunk has more than {self._largest + 64}")
-        if fact.size > self._largest + 64:  # a pointer may say anything: what can't be a chunk isn't read
-            raise ObjectCorrupt(f"its pointer says {fact.size} bytes, no chunk has more than {self._largest + 64}")
         for last in (*[False] * (READ_TRIES - 1), True):
             began = time.perf_counter()
             try:
@@ -391,7 +401,7 @@ class ShardWork:
                 self._spooled[index] = (place, fact)
 
     def _output_fields(self, chunk: int) -> dict[str, object]:
-        return {"run": self._run, "round": self._round, "chunk": chunk}
+        return _output_fields(self._run, self._round, chunk)
 
     def _clock(self, what: str, began: float) -> None:
         spent = time.perf_counter() - began
