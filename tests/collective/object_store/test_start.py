@@ -18,7 +18,6 @@ import torch
 from composer_replication.collective.layout import Layout, Slot
 from composer_replication.collective.object_store import ObjectStoreCollective, fleet, keys
 from composer_replication.collective.object_store.fleet import Process, claim_replica, numerics_probe, this_process
-from composer_replication.collective.object_store.status import read_status, rounds_log
 from composer_replication.errors import Fenced, FleetMismatch, ReplicaTaken, RoundError, RoundTimeout
 from composer_replication.store import MemoryStore
 from tests.collective.conformance import MIXED, SCALAR, begin, contribution, digest, snapshot
@@ -359,27 +358,6 @@ def test_the_requests_of_a_round_are_those_of_the_page(mode: str) -> None:
     assert spent["get"] <= blobs + pointers + len(naps) * shards, (
         spent
     )  # a nap is followed by a look at each open shard
-
-
-def test_status_and_log() -> None:
-    with Fleet(2, failure_policy="skip") as two:
-        two.all[0].publish({"round": 0, "loss": 2.5, "odd": object()})
-        two.round(0, {0: 3.0, 1: 5.0})
-        two.round(1, {0: 3.0, 1: 5.0}, leaving=True)
-        two.all[0].finish("end", {"loss": 1.0})
-        two.all[1].finish("end", {"loss": 2.0})
-        for collective in two.all:
-            collective.close()
-        status = read_status(two.store)
-        assert status.rounds == 2 and status.finished and status.policy == "skip"
-        assert [replica.replica for replica in status.replicas] == [0, 1]
-        assert status.replicas[0].state == "closed" and status.replicas[0].status["loss"] == 2.5
-        assert status.replicas[1].result == {"loss": 2.0}
-        log = rounds_log(two.store)
-        assert [entry["round"] for entry in log] == [0, 1]
-        assert log[0]["members"] == [0, 1] and log[0]["steps"] == 3 and log[0]["drift"] == (9.0 + 25.0) / 2
-        assert log[0]["mean_square_norm"] == 16.0 and log[1]["leaving"] == [0, 1]
-    assert read_status(MemoryStore()).rounds == 0
 
 
 def test_resumed_replicas_that_are_behind_are_overtaken_at_once() -> None:
