@@ -52,9 +52,9 @@ def make_diloco_outer_loop(
     Over our managers all replicas begin with the weights of the lowest replica id, and a delayed exchange sets out at
     once. Fragments in float32 take `OuterNesterov`'s steps, others those of `torch.optim.SGD` in their own dtype.
 
-    Raises ImportError without torchft, ValueError for settings that can't be, among them buckets that don't hold their
-    fragment: torchft 0.2 leaves tensors out of the exchange then, without a word. Joining a fleet raises as
-    `Collective.start` does.
+    Raises ImportError without torchft; ValueError for settings that can't be, among them a parameter in two fragments,
+    and buckets that don't hold their fragment (torchft 0.2 leaves tensors out of the exchange then, without a word);
+    and what `Collective.start` raises.
     """
     try:
         from torchft.local_sgd import DiLoCo
@@ -65,6 +65,7 @@ def make_diloco_outer_loop(
     fragments = list(model_fragments)
     if not fragments:
         raise ValueError("model_fragments is empty: [model] shares the whole model")
+    _check_apart(fragments)
     if use_bucketization:
         _check_buckets(fragments, bucket_cap_mb)
     outer = [_outer_optimizer(fragment, outer_lr, outer_momentum, nesterov) for fragment in fragments]
@@ -113,6 +114,18 @@ def _floating_state(fragments: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
         for name, tensor in fragment.state_dict().items()
         if tensor.is_floating_point()
     }
+
+
+def _check_apart(fragments: Sequence[nn.Module]) -> None:
+    owner: dict[int, int] = {}
+    for index, fragment in enumerate(fragments):
+        for name, parameter in fragment.named_parameters():
+            first = owner.setdefault(id(parameter), index)
+            if first != index:
+                raise ValueError(
+                    f"model_fragments: {name} of fragment {index} is in fragment {first}, too, and would take two "
+                    "outer steps: put tied parameters into one fragment"
+                )
 
 
 def _check_buckets(fragments: Sequence[nn.Module], bucket_cap_mb: int | None) -> None:

@@ -364,6 +364,8 @@ def test_what_makes_no_sense_is_refused() -> None:
     manager = ObjectStoreManager(InProcessFleet(1).collectives()[0])
     with pytest.raises(ValueError, match="model_fragments"):
         make_diloco_outer_loop(manager, [], inner)
+    with pytest.raises(ValueError, match="weight of fragment 1 is in fragment 0"):
+        make_diloco_outer_loop(manager, [net, net[0]], inner)
     with pytest.raises(ValueError, match="bucket_cap_mb to at least 2"):
         big = nn.Linear(512, 600)
         make_diloco_outer_loop(manager, [big], inner, use_bucketization=True, bucket_cap_mb=1)
