@@ -103,7 +103,7 @@ def _training_data(data: Any, recipe: Recipe, identity: Identity) -> Any:
                 "the whole batch of an optimizer step, and set training.trainer_args.device_train_microbatch_size"
             )
         return loader
-    more = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
+    more: dict[str, Any] = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
     sampler = replica_sampler(
         loader.dataset,
         shuffle=True,
