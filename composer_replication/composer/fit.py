@@ -52,6 +52,14 @@ class Fit(Driver):
             constant_because=rates.why_constant(self.state, self._every_batch),
         )
 
+    def start(self, saved: Mapping[str, Any] | None) -> None:
+        super().start(saved)
+        if saved is None and self.loop.round > 0 and not self.loop.ended:
+            self.say(
+                f"no checkpoint of its own: joined the fleet at round {self.loop.round}; its optimizer starts anew (use "
+                "autoresume, or checkpoint_dir and Trainer(load_path=latest_checkpoint(...)), to resume exactly)"
+            )
+
     # -- events --------------------------------------------------------------------------------------------------
 
     def batch_begins(self) -> None:

@@ -205,29 +205,3 @@ def test_a_store_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> No
     with pytest.raises(Exception, match="file"):
         trainer(ours, max_epochs=1).fit(module, loader(4))
     assert_same_bits(before, weights(module))
-
-
-def test_a_fresh_start_in_a_run_that_is_under_way_says_what_it_lost() -> None:
-    """Its weights are the fleet's, but its inner optimizer's state is gone."""
-    store = MemoryStore()
-
-    class Stops(Tiny):
-        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
-            if batch_idx == 9:
-                raise RuntimeError("out of memory")
-            return super().training_step(batch, batch_idx)
-
-    def ours() -> AutoLoCoCallback:
-        return AutoLoCoCallback(store, replica=0, replicas=1, checkpoint_every=1, **FIXED)
-
-    first = ours()
-    with pytest.raises(RuntimeError, match="out of memory"):
-        trainer(first, max_epochs=1).fit(Stops(), loader(24))
-    assert first.rounds and first.said == []
-    second = ours()
-    with pytest.warns(UserWarning, match="no checkpoint of its own: joined the fleet at round"):
-        trainer(second, max_epochs=1).fit(Tiny(), loader(24))
-    joined = second.rounds[0].round
-    assert joined > 0
-    (said,) = second.said
-    assert f"joined the fleet at round {joined}; its optimizer starts anew (set checkpoint_dir" in said

@@ -10,6 +10,7 @@ import torch
 
 from composer_replication.collective.in_process import InProcessFleet
 from composer_replication.errors import FleetMismatch
+from composer_replication.store import MemoryStore
 from tests.trainers.harness import Core, Kind, Share, adamw, assert_same_bits, flat, in_threads, weights
 
 pytestmark = [
@@ -107,3 +108,30 @@ def test_a_checkpoint_of_another_replica_or_version_is_refused(
             resume=path,
         )
     assert core.seen == []
+
+
+class Breaking(Core):
+    def begin(self, number: int) -> None:
+        if number == 9:
+            raise RuntimeError("out of memory")
+
+
+def test_a_fresh_start_in_a_run_that_is_under_way_says_what_it_lost(kind: Kind) -> None:
+    """Its weights are the fleet's, but its inner optimizer's state is gone."""
+    store = MemoryStore()
+
+    def ours() -> Any:
+        more = {"policy": "fixed", "base_horizon": 4, "checkpoint_every": 1}
+        return kind.adapter(store, replica=0, replicas=1, **more)
+
+    first = ours()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        kind.fit(Breaking(), Share(24), first)
+    assert first.rounds and first.said == []
+    second = ours()
+    with pytest.warns(UserWarning, match="no checkpoint of its own: joined the fleet at round"):
+        kind.fit(Core(), Share(24), second)
+    joined = second.rounds[0].round
+    assert joined > 0
+    (said,) = second.said
+    assert f"joined the fleet at round {joined}; its optimizer starts anew" in said and "latest_checkpoint" in said
