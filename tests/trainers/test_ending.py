@@ -26,6 +26,7 @@ def uneven(kind: Kind, counts: tuple[int, ...], **options: Any) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:No batches were trained:UserWarning")
+@pytest.mark.filterwarnings("ignore:Total length of `.*` across ranks is zero:UserWarning")
 def test_uneven_data_end_with_one_model(kind: Kind) -> None:
     results = uneven(kind, (10, 7, 0))
     assert_same_bits(*(one.weights for one in results))
