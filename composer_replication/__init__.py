@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from composer_replication.collective.in_process import InProcessFleet
     from composer_replication.collective.object_store import ObjectStoreCollective
     from composer_replication.collective.process_group import ProcessGroupCollective
+    from composer_replication.collective.torchft_manager import TorchftCollective
+    from composer_replication.collective.regrouping import RegroupingCollective
+    from composer_replication.collective.rendezvous import Rendezvous
     from composer_replication.diloco.loop import OuterLoop
     from composer_replication.diloco.outer_step import OuterNesterov
     from composer_replication.errors import ReplicationError
-    from composer_replication.lightning import AutoLoCoCallback, LocalReplicaStrategy
+    from composer_replication.lightning import AutoLoCoCallback, LocalReplicaFSDPStrategy, LocalReplicaStrategy
 
 __version__ = "0.1.0"
 
@@ -36,6 +39,7 @@ _HOME = {
     "FixedPolicy": "autoloco",
     "InProcessFleet": "collective.in_process",
     "LinearPolicy": "autoloco",
+    "LocalReplicaFSDPStrategy": "lightning",
     "LocalReplicaStrategy": "lightning",
     "ObjectStoreCollective": "collective.object_store",
     "OuterConfig": "autoloco",
@@ -43,8 +47,11 @@ _HOME = {
     "OuterNesterov": "diloco.outer_step",
     "ProcessGroupCollective": "collective.process_group",
     "QSRPolicy": "autoloco",
+    "RegroupingCollective": "collective.regrouping",
+    "Rendezvous": "collective.rendezvous",
     "ReplicationError": "errors",
     "StaircasePolicy": "autoloco",
+    "TorchftCollective": "collective.torchft_manager",
     "make_policy": "autoloco",
 }
 
@@ -55,6 +62,7 @@ __all__ = [
     "FixedPolicy",
     "InProcessFleet",
     "LinearPolicy",
+    "LocalReplicaFSDPStrategy",
     "LocalReplicaStrategy",
     "ObjectStoreCollective",
     "OuterConfig",
@@ -62,8 +70,11 @@ __all__ = [
     "OuterNesterov",
     "ProcessGroupCollective",
     "QSRPolicy",
+    "RegroupingCollective",
+    "Rendezvous",
     "ReplicationError",
     "StaircasePolicy",
+    "TorchftCollective",
     "make_policy",
 ]
 
