@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from composer_replication.collective.in_process import InProcessFleet
     from composer_replication.collective.object_store import ObjectStoreCollective
     from composer_replication.collective.process_group import ProcessGroupCollective
-    from composer_replication.collective.torchft_manager import TorchftCollective
     from composer_replication.collective.regrouping import RegroupingCollective
     from composer_replication.collective.rendezvous import Rendezvous
+    from composer_replication.collective.torchft_manager import TorchftCollective
     from composer_replication.diloco.loop import OuterLoop
     from composer_replication.diloco.outer_step import OuterNesterov
     from composer_replication.errors import ReplicationError
