@@ -301,7 +301,7 @@ class ShardWork:
                 key = keys.output_chunk(self._round, action.attempt, fact.hash)
                 if len(puts) == self._workers.sending:
                     puts.popleft().result()
-                puts.append(self._workers.uploads.submit(self._put, key, payload))
+                puts.append(self._workers.means.submit(self._put, key, payload))
             self._keep(action.attempt, index, fact, payload)
             facts.append(fact)
         for put in puts:

@@ -29,6 +29,7 @@ class Workers:
         self.uploads = ThreadPoolExecutor(self.sending, "upload")
         self.downloads = ThreadPoolExecutor(self.receiving, "download")
         self.averages = ThreadPoolExecutor(AVERAGING, "average")
+        self.means = ThreadPoolExecutor(1, "mean")  # in order: everybody waits for the first
         self._sleep = sleep
         self._changed = threading.Event()
         self._lock = threading.Lock()
@@ -62,7 +63,7 @@ class Workers:
 
     def stop(self) -> None:
         """Drop what hasn't begun, and wait for what has."""
-        for pool in (self.averages, self.uploads, self.downloads):
+        for pool in (self.averages, self.means, self.uploads, self.downloads):
             pool.shutdown(wait=False, cancel_futures=True)
-        for pool in (self.averages, self.uploads, self.downloads):
+        for pool in (self.averages, self.means, self.uploads, self.downloads):
             pool.shutdown(wait=True)
