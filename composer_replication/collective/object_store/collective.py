@@ -15,39 +15,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from torch import Tensor
-
 from composer_replication.collective.base import Contribution, RoundOutcome, Snapshot
 from composer_replication.collective.codec import check_codec
 from composer_replication.collective.guards import Guards
 from composer_replication.collective.layout import Layout
-from composer_replication.collective.membership import treat
 from composer_replication.collective.object_store import checkpoints, keys
 from composer_replication.collective.object_store.checkpointer import Checkpointer
-from composer_replication.collective.object_store.deadline import Patience
 from composer_replication.collective.object_store.driver import drive
 from composer_replication.collective.object_store.ending import close_run
 from composer_replication.collective.object_store.entrants import Entrants
-from composer_replication.collective.object_store.epochs import EpochStore, read_epochs
 from composer_replication.collective.object_store.events import Closed, Fail, Job, Timing
 from composer_replication.collective.object_store.failures import round_error
 from composer_replication.collective.object_store.fleet import agree_on_fleet, claim_replica
 from composer_replication.collective.object_store.forecast import forecast
 from composer_replication.collective.object_store.garbage import Collector
 from composer_replication.collective.object_store.heartbeat import Heartbeat
-from composer_replication.collective.object_store.history import closed_roster, has_left, plan_at
-from composer_replication.collective.object_store.joining import check_known, first_state
+from composer_replication.collective.object_store.joining import Standpoint, enter_epoch, first_state, standpoint
+from composer_replication.collective.object_store.outcome import outcome_of
 from composer_replication.collective.object_store.place import check_signing, open_run
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.requests import Requests, create
-from composer_replication.collective.object_store.roster import Mode, Plan, Policy
+from composer_replication.collective.object_store.roster import Mode, Plan
 from composer_replication.collective.object_store.round import State, deadline_of
+from composer_replication.collective.object_store.settings import check_positive, make_patience, make_policy
 from composer_replication.collective.object_store.shards import ShardWork, Trace, input_sizes
 from composer_replication.collective.object_store.waiting import backed_off, duration, seen, telling, watching
 from composer_replication.collective.object_store.wire import dump
 from composer_replication.errors import (
     Fenced,
-    FleetMismatch,
     Interrupted,
     RoundError,
     StoreError,
@@ -146,59 +141,36 @@ class ObjectStoreCollective:
         sleep: Callable[[float], None] = time.sleep,
         trace: Trace = _no_trace,
     ) -> None:
-        if replicas < 1:
-            raise ValueError(f"replicas must be at least 1, got {replicas}")
-        if not 0 <= replica < replicas and (replica < 0 or failure_policy == "strict"):
-            raise ValueError(
-                f"replica must be from 0 to {replicas - 1} in a fleet of {replicas}, got {replica}"
-                + (" (further ones may join only under failure_policy='skip')" if replica >= 0 else "")
-            )
-        if failure_policy not in ("strict", "skip"):
-            raise ValueError(f"failure_policy must be 'strict' or 'skip', got {failure_policy!r}")
-        if min_replicas is not None and not 1 <= min_replicas <= replicas:
-            raise ValueError(f"min_replicas must be from 1 to {replicas}, got {min_replicas}")
-        if deadline not in ("adaptive", "fixed"):
-            raise ValueError(f"deadline must be 'adaptive' or 'fixed', got {deadline!r}")
         guards = guards or Guards()
-        guards.check_fleet(replicas)
-        guards.check_least(min_replicas)
-        if mode not in ("auto", "direct", "sharded"):
-            raise ValueError(f"mode must be 'auto', 'direct' or 'sharded', got {mode!r}")
-        for name, value in (
-            ("timeout_seconds", timeout_seconds),
-            ("start_timeout_seconds", start_timeout_seconds),
-            ("deadline_floor_seconds", deadline_floor_seconds),
-            ("poll_seconds", poll_seconds),
-            ("max_poll_seconds", max_poll_seconds),
-            ("heartbeat_seconds", heartbeat_seconds),
-            ("checkpoint_every", checkpoint_every),
-        ):
-            if not value > 0:
-                raise ValueError(f"{name} must be greater than 0, got {value}")
-        if tolerated_misses < 0:
-            raise ValueError(f"tolerated_misses must not be negative, got {tolerated_misses}")
-        self._raw = open_run(store, control=control, run=run, signing_key=signing_key)
-        self._store = Requests(self._raw, sleep=sleep)
-        self._replica = replica
-        self._codec = check_codec(codec)
-        self._policy = Policy(
-            strict=failure_policy == "strict",
-            fleet=tuple(range(replicas)),
-            min_replicas=min_replicas if min_replicas is not None else max(replicas // 2 + 1, guards.least),
+        self._policy = make_policy(
+            replica=replica,
+            replicas=replicas,
+            failure_policy=failure_policy,
+            min_replicas=min_replicas,
             tolerated_misses=tolerated_misses,
             mode=mode,
             guards=guards,
         )
+        check_positive(
+            timeout_seconds=timeout_seconds,
+            start_timeout_seconds=start_timeout_seconds,
+            deadline_floor_seconds=deadline_floor_seconds,
+            poll_seconds=poll_seconds,
+            max_poll_seconds=max_poll_seconds,
+            heartbeat_seconds=heartbeat_seconds,
+            checkpoint_every=checkpoint_every,
+        )
+        self._raw = open_run(store, control=control, run=run, signing_key=signing_key)
+        self._store = Requests(self._raw, sleep=sleep)
+        self._replica = replica
+        self._codec = check_codec(codec)
         self._timing = Timing(
             timeout_seconds=timeout_seconds,
             takeover_seconds=takeover_seconds if takeover_seconds is not None else min(30.0, timeout_seconds / 10),
             poll_seconds=poll_seconds,
             max_poll_seconds=max(max_poll_seconds, poll_seconds),
         )
-        adaptive = failure_policy == "skip" and deadline == "adaptive"
-        self._patience = (
-            Patience(floor_seconds=deadline_floor_seconds, ceiling_seconds=timeout_seconds) if adaptive else None
-        )
+        self._patience = make_patience(deadline, self._policy, deadline_floor_seconds, timeout_seconds)
         self._start_timeout = start_timeout_seconds
         self._heartbeat_seconds = heartbeat_seconds
         self._every = checkpoint_every
@@ -212,15 +184,12 @@ class ObjectStoreCollective:
         self._run = ""
         self._incarnation = 0
         self._plan: Plan | None = None
-        self._attempts: dict[int, int] = {}
-        self._tip = 0
-        self._slow_round: int | None = 0  # whose others may be starting still
+        self._stand: Standpoint | None = None
         self._heart: Heartbeat | None = None
         self._collector: Collector | None = None
         self._checkpointer: Checkpointer | None = None
         self._entrants: Entrants | None = None  # under skip
         self._before: ObjectStore | None = None  # the epoch before this one, if there is one
-        self._joined_at = 0  # rounds before it were closed, for this process, when it began
         # of the present round
         self._work: ShardWork | None = None
         self._roster: Roster | None = None
@@ -271,25 +240,12 @@ class ObjectStoreCollective:
 
     def _enter_epoch(self) -> None:
         """Be part of the run's newest epoch."""
-        epochs = read_epochs(self._store)
-        if not epochs:
-            return
-        epoch = epochs[-1]
-        for name, here, there in (
-            ("nonce", self._nonce or epoch.run, epoch.run),
-            ("replicas", len(self.fleet), epoch.replicas),
-        ):
-            if here != there:
-                raise FleetMismatch(
-                    f"this process differs from its fleet (epoch {epoch.number} of the run in {self._store.uri}): "
-                    f"{name}: {here!r} here, {there!r} in the fleet. Start it as the run was resumed last, or use "
-                    "another prefix"
-                )
-        self._before = EpochStore(self._raw, epochs[:-1]) if len(epochs) > 1 else self._raw
-        self._raw = EpochStore(self._raw, epochs)
-        self._store = Requests(self._raw, sleep=self._sleep)
-        self._policy = replace(self._policy, first_round=epoch.first)
-        self._nonce = epoch.run
+        entered = enter_epoch(self._raw, self._store, replicas=len(self.fleet), nonce=self._nonce)
+        if entered is not None:
+            self._before, self._raw, epoch = entered
+            self._store = Requests(self._raw, sleep=self._sleep)
+            self._policy = replace(self._policy, first_round=epoch.first)
+            self._nonce = epoch.run
 
     def _join(self, offered: Snapshot, settings: Mapping[str, Any], resumed: bool) -> Snapshot:
         own = {
@@ -345,27 +301,18 @@ class ObjectStoreCollective:
                 wait=wait,
                 trace=self._trace,
             )
-        standing = check_known(self._store, self._run, snapshot, strict=self._policy.strict, fleet=fleet)
-        self._tip = standing.tip
-        self._joined_at = standing.tip if not (resumed or self._policy.strict) else self._policy.first_round
-        first = self._policy.first_round
-        self._slow_round = max(snapshot.round, first) if resumed or snapshot.round <= first else None
-        self._attempts = dict(standing.attempts)
-        self._plan = plan_at(self._store, self._run, snapshot.round, snapshot.digest, self.fleet, first=first)
-        # Under skip, whoever comes without a checkpoint comes to take part, even if it has left before.
-        awaiting = self.fleet if snapshot.round <= first else self._plan.expected
-        if self._replica not in awaiting and (resumed or self._policy.strict):
-            self._left = has_left(self._store, self._run, snapshot.round, self._replica)
-        before = closed_roster(self._store, self._run, snapshot.round - 1) if snapshot.round else None
-        self._roster = before.roster if before is not None else None
+        self._stand = stand = standpoint(
+            self._store, self._run, snapshot, policy=self._policy, replica=self._replica, ids=fleet, resumed=resumed
+        )
+        self._plan, self._left, self._roster = stand.plan, stand.left, stand.last
         newest = checkpoints.latest_round(self._store) or 0
         self._collector = Collector(self._store, self._replica, checkpoint=newest, every=self._every)
         if self._roster is not None:
             self._collector.closed(self._roster)
         self._checkpointer = Checkpointer(self._store, self._run, self._replica, every=self._every, trace=self._trace)
-        heart.watch(self._run, snapshot.round, self._attempts.get(snapshot.round, 0))
+        heart.watch(self._run, snapshot.round, stand.attempts.get(snapshot.round, 0))
         heart.look()
-        return replace(snapshot, ended=not self._plan.expected, awaited=self._replica in awaiting)
+        return replace(snapshot, ended=not stand.plan.expected, awaited=stand.awaited)
 
     # -- rounds
 
@@ -412,7 +359,8 @@ class ObjectStoreCollective:
             guards=self._policy.guards,
         )
         self._work = work
-        timing, usual = self._timing, round != self._slow_round
+        assert self._stand is not None, "_ready_for has seen to it"
+        timing, usual = self._timing, round != self._stand.slow_round
         if not usual:
             timing = replace(timing, timeout_seconds=max(timing.timeout_seconds, self._start_timeout))
         elif self._patience is not None and self._interval_began is not None:
@@ -430,8 +378,8 @@ class ObjectStoreCollective:
             layout=layout.fingerprint,
             report=None if contribution is None else contribution.report,
             wait=wait,
-            announce=not self._left and round >= self._tip - 1,
-            first_attempt=self._attempts.get(round, 0),
+            announce=not self._left and round >= self._stand.tip - 1,
+            first_attempt=self._stand.attempts.get(round, 0),
         )
         sent, received, self._waited = self._store.bytes_sent, self._store.bytes_received, 0.0
         pause = self._pause if contribution is not None else self._watching(round, plan.expected, timing)
@@ -457,9 +405,11 @@ class ObjectStoreCollective:
         assert self._checkpointer is not None
         self._checkpointer.confirm(ending.closed.roster)
         self._advance(ending.closed)
-        return self._outcome(
+        return outcome_of(
             ending.closed,
             work,
+            self._policy.guards,
+            wait_seconds=self._waited,
             bytes_sent=self._store.bytes_sent - sent,
             bytes_received=self._store.bytes_received - received,
         )
@@ -476,12 +426,12 @@ class ObjectStoreCollective:
         return replace(plan, base=base)
 
     def _advance(self, closed: Closed) -> None:
-        roster, plan = closed.roster, self._plan
-        assert plan is not None and self._heart is not None and self._collector is not None
+        roster, stand = closed.roster, self._stand
+        assert stand is not None and self._heart is not None and self._collector is not None
         self._roster = roster
         self._incarnations |= closed.incarnations
         reports = (*roster.members, *roster.others)
-        if roster.round >= self._joined_at:
+        if roster.round >= stand.joined_at:
             self._left = self._left or any(r.replica == self._replica and r.leaving for r in reports)
         first = roster.round + 1 == self._policy.first_round  # then who the epoch before expected doesn't matter
         self._plan = Plan(
@@ -492,43 +442,10 @@ class ObjectStoreCollective:
             expected=self.fleet if first else roster.expected_next,
             misses={} if first else roster.misses,
         )
-        self._heart.watch(self._run, roster.round + 1, self._attempts.get(roster.round + 1, 0))
-        if roster.round + 1 < self._tip:
+        self._heart.watch(self._run, roster.round + 1, stand.attempts.get(roster.round + 1, 0))
+        if roster.round + 1 < stand.tip:
             self._heart.look()
         self._collector.closed(roster)
-
-    def _outcome(self, closed: Closed, work: ShardWork, **counts: int) -> RoundOutcome:
-        roster = closed.roster
-        members, others, absent = roster.members, roster.others, dict(roster.absent)
-        square_norm = 0.0
-        for fact in closed.chunks:
-            square_norm += fact.square_norm
-        if not all(fact.finite for fact in closed.chunks):
-            absent |= {report.replica: "the mean is not finite" for report in members}
-            others = tuple(sorted((*members, *others), key=lambda report: report.replica))
-            members, square_norm = (), 0.0
-        treatment = treat(members, self._policy.guards)
-
-        def mean(index: int, out: Tensor) -> None:
-            if not members:
-                raise RoundError(f"round {roster.round} averaged nobody: there is no mean")
-            work.mean(index, out)
-
-        return RoundOutcome(
-            round=roster.round,
-            members=members,
-            absent=dict(sorted(absent.items())),
-            others=others,
-            outliers=treatment.outliers,
-            drift=treatment.drift,
-            expected_next=roster.expected_next,
-            mean_square_norm=square_norm,
-            mean=mean,
-            lateness=closed.lateness,
-            wait_seconds=self._waited,
-            phase_seconds=work.seconds,
-            **counts,
-        )
 
     def _publish_layout(self, layout: Layout) -> None:
         if layout.fingerprint not in self._layouts:

@@ -1,20 +1,33 @@
-"""Where a replica begins: at the first weights, at the fleet's newest checkpoint, or at its own.
+"""Where a replica begins: in which epoch; at the first weights, at the fleet's newest checkpoint, or at its own.
 
 Invariant: nobody trains from a state that the fleet hasn't been in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from composer_replication.collective.base import Snapshot
 from composer_replication.collective.object_store import checkpoints, keys
-from composer_replication.collective.object_store.history import Standing, can_follow, decided, declared_base, stand
+from composer_replication.collective.object_store.epochs import Epoch, EpochStore, read_epochs
+from composer_replication.collective.object_store.history import (
+    Standing,
+    can_follow,
+    closed_roster,
+    decided,
+    declared_base,
+    has_left,
+    plan_at,
+    stand,
+)
+from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.requests import there
+from composer_replication.collective.object_store.roster import Plan, Policy
 from composer_replication.errors import FleetMismatch, ObjectCorrupt, ObjectMissing, StoreError
 from composer_replication.store.base import ObjectStore
 
-__all__ = ["check_known", "first_state"]
+__all__ = ["Standpoint", "check_known", "enter_epoch", "first_state", "standpoint"]
 
 
 def first_state(
@@ -96,3 +109,66 @@ def check_known(store: ObjectStore, run: str, snapshot: Snapshot, *, strict: boo
             "it to join from the fleet's newest checkpoint"
         )
     return standing
+
+
+def enter_epoch(
+    raw: ObjectStore, store: ObjectStore, *, replicas: int, nonce: str
+) -> tuple[ObjectStore, ObjectStore, Epoch] | None:
+    """The run as its epoch before the newest one, and as the newest one sees it; None where there is only one. `store`
+    is `raw`, asked with patience. Raises FleetMismatch for a process that was started for another fleet."""
+    epochs = read_epochs(store)
+    if not epochs:
+        return None
+    epoch = epochs[-1]
+    for name, here, there_ in (("nonce", nonce or epoch.run, epoch.run), ("replicas", replicas, epoch.replicas)):
+        if here != there_:
+            raise FleetMismatch(
+                f"this process differs from its fleet (epoch {epoch.number} of the run in {store.uri}): {name}: "
+                f"{here!r} here, {there_!r} in the fleet. Start it as the run was resumed last, or use another prefix"
+            )
+    return EpochStore(raw, epochs[:-1]) if len(epochs) > 1 else raw, EpochStore(raw, epochs), epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standpoint:
+    """Where a replica begins its rounds, and where its fleet stands then."""
+
+    plan: Plan
+    last: Roster | None  # of the round before
+    tip: int  # the first round that isn't closed
+    attempts: Mapping[int, int]  # round -> the attempt to enter it at
+    slow_round: int | None  # whose others may be starting still
+    joined_at: int  # what an earlier life said before this round doesn't bind this one
+    left: bool
+    awaited: bool  # the coming round waits for this replica
+
+
+def standpoint(
+    store: ObjectStore,
+    run: str,
+    snapshot: Snapshot,
+    *,
+    policy: Policy,
+    replica: int,
+    ids: tuple[int, ...],
+    resumed: bool,
+) -> Standpoint:
+    """Of a replica that begins with `snapshot`; `ids` are all replicas that have shown themselves. Raises FleetMismatch
+    if the fleet hasn't been in that state."""
+    standing = check_known(store, run, snapshot, strict=policy.strict, fleet=ids)
+    round, first = snapshot.round, policy.first_round
+    plan = plan_at(store, run, round, snapshot.digest, policy.fleet, first=first)
+    before = closed_roster(store, run, round - 1) if round else None
+    awaiting = policy.fleet if round <= first else plan.expected
+    # Under skip, whoever comes without a checkpoint comes to take part, even if it has left before.
+    bound = resumed or policy.strict
+    return Standpoint(
+        plan=plan,
+        last=before.roster if before is not None else None,
+        tip=standing.tip,
+        attempts=standing.attempts,
+        slow_round=max(round, first) if resumed or round <= first else None,
+        joined_at=first if bound else standing.tip,
+        left=bound and replica not in awaiting and has_left(store, run, round, replica),
+        awaited=replica in awaiting,
+    )
