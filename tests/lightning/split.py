@@ -19,6 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from composer_replication.adapter.data import rank_share
+from composer_replication.collective.regrouping import RegroupingCollective
+from composer_replication.collective.rendezvous import Rendezvous
 from composer_replication.errors import ReplicationError
 from composer_replication.isolate import isolate_world, read_identity, read_rank
 from composer_replication.lightning import AutoLoCoCallback, latest_checkpoint
@@ -148,6 +150,7 @@ def train(
     optimizer: str = "adamw",
     spoil: tuple[str, int, int, int] | None = None,
     timeout: float = 60.0,
+    address: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """One process of two replicas of two ranks."""
@@ -158,9 +161,15 @@ def train(
     dropout = (resume or stop is not None) and optimizer == "adamw"
     module = Module(sharded=kind == "fsdp", replica=replica, dropout=dropout, optimizer=optimizer)
     folder = out / "checkpoints"
-    ours = AutoLoCoCallback(
-        (out / "store").as_uri(), policy="fixed", base_horizon=3, checkpoint_dir=folder, timeout=timeout, **options
-    )
+    options |= {"policy": "fixed", "base_horizon": 3, "checkpoint_dir": folder}
+    if address:  # a process group between the replicas, instead of a store
+
+        def meet(fit: int) -> RegroupingCollective:
+            return RegroupingCollective(Rendezvous(address, replica=replica, ids=(0, 1), run=f"fit{fit}"))
+
+        ours = AutoLoCoCallback(collective=meet, replica=replica, replicas=2, **options)
+    else:
+        ours = AutoLoCoCallback((out / "store").as_uri(), timeout=timeout, **options)
     journal = Journal(stop if replica == stopped_replica else None)
     spoilers = [Spoiler(spoil[0], *spoil[2:])] if spoil is not None and spoil[1] == replica else []
     trainer = pl.Trainer(

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.lightning import split
 from tests.lightning.helpers import Numbered, Tiny, callback, in_threads, trainer
-from tests.support.ranks import World
+from tests.support.ranks import World, free_port
 
 pytestmark = pytest.mark.processes
 PRELOAD = ["tests.lightning.split"]
@@ -120,3 +120,11 @@ def test_two_ranks_are_one_process_with_the_same_batch(tmp_path: Path) -> None:
     for name, values in plain.items():
         # Nine steps at a rate of 0.02 on values below 1: some units of 2**-24 each.
         torch.testing.assert_close(torch.tensor(ends[0]["weights"][name]), torch.tensor(values), rtol=0, atol=1e-6)
+
+
+def test_over_a_process_group_the_same_bits_as_through_a_store(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    group = run("fsdp", tmp_path / "group", batches=(5, 5), resume=True, address=address)
+    store = run("fsdp", tmp_path / "store", batches=(5, 5), resume=True)
+    assert pattern(group, 5) == [(True, False), (True, False), (True, True), (True, False), (True, True)]
+    assert {one["digest"] for one in (*group.values(), *store.values())} == {group[0]["digest"]}
