@@ -21,6 +21,7 @@ STEPS = 60
 
 
 def main(store: str, replica: int, replicas: int) -> None:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
