@@ -98,7 +98,9 @@ class SignedStore:
         return self._store.list(prefix)
 
     def sizes(self, prefix: str) -> dict[str, int | None]:
-        return details.sizes(self._store, prefix)
+        """Of what `get` would give."""
+        found = details.sizes(self._store, prefix)
+        return {key: None if size is None else max(size - HEADER_BYTES, 0) for key, size in found.items()}
 
     def modified_seconds(self, key: str) -> float | None:
         return details.modified_seconds(self._store, key)

@@ -47,7 +47,7 @@ def test_what_was_put_is_got(payload: bytes) -> None:
     with pytest.raises(ObjectExists):
         store.put_if_absent("a/c", b"")
     assert store.list("a/") == ["a/b", "a/c"]
-    assert store.sizes("a/") == {"a/b": len(raw), "a/c": len(raw)}
+    assert store.sizes("a/") == {"a/b": len(payload), "a/c": len(payload)}
     store.delete(["a/b"])
     with pytest.raises(ObjectMissing):
         store.get("a/b")

@@ -12,6 +12,7 @@ import pytest
 
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.place import open_run
+from composer_replication.collective.object_store.sealing import begin_epoch
 from composer_replication.errors import (
     FleetMismatch,
     ObjectCorrupt,
@@ -28,6 +29,7 @@ from tests.collective import conformance
 from tests.collective.conformance import SCALAR, begin, snapshot
 from tests.collective.object_store.helpers import Fleet, attempt, join, scalar
 from tests.collective.object_store.test_conformance import play
+from tests.collective.object_store.test_epochs import killed, resume
 
 KEY = SigningKey(b"a signing key for tests, of more than 32 bytes")
 OTHER = SigningKey(b"another signing key, of more than 32 bytes, too")
@@ -253,3 +255,21 @@ def test_a_key_in_the_environment_signs_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert open_run(store, signing_key=KEY).get(keys.FLEET).startswith(b"{")
     for key in store.list(""):
         assert b"a signing key for tests" not in store.get(key)
+
+
+def test_epochs_of_a_signed_run(tmp_path: Path) -> None:
+    """A whole fleet is killed and resumed as another one; what one epoch has signed isn't taken in the other."""
+    inner = MemoryStore()
+    place: Any = open_run(inner, signing_key=KEY)
+    killed(place, tmp_path, 3, 7)
+    begin_epoch(place, 2)
+    toys = resume(place, tmp_path, 2, 9)
+    assert len({toy.digest for toy in toys}) == 1
+    assert all(is_signed(inner.get(key)) for key in inner.list(""))
+    old, new = keys.roster(7, 0), keys.epoch_prefix(1) + keys.roster(7, 0)
+    for source, target in ((old, new), (new, old)):
+        kept = inner.get(target)
+        inner.put(target, inner.get(source))
+        with pytest.raises(SignatureError, match="another key, round or run"):
+            place.get(target)
+        inner.put(target, kept)
