@@ -33,6 +33,7 @@ def test_credentials_that_are_refused(s3_uri, capsys, monkeypatch):
     assert "refuses these credentials" in error and "wrong" not in error
 
 
+@pytest.mark.slow
 def test_tidying_and_exporting_over_a_network(s3_uri, capsys, tmp_path):
     train(s3_uri, rounds=4, checkpoint_every=2)
     assert main(["gc", s3_uri, "--only-final", "--json", "--delete", "--list"]) == 0
