@@ -97,8 +97,8 @@ def test_a_flipped_bit(case: Case, tmp_path: Path, request: pytest.FixtureReques
         store,
         policy=case.policy,
         rounds=3,
-        timeout_seconds=1.0,
-        start_timeout_seconds=2.0,
+        timeout_seconds=2.0,
+        start_timeout_seconds=15.0 if what not in ("fleet", "manifest", "checkpoint") else 3.0,
         tolerated_misses=0,
     )
     lives = fleet.run()

@@ -64,10 +64,13 @@ def through(request: pytest.FixtureRequest, uri_on: Callable[[str], str]) -> Thr
         else:
             uri = uri.replace(where, proxy.endpoint)
 
+        opened: dict[Retry, RemoteStore] = {}
+
         def open_it(retry: Retry) -> RemoteStore:
-            store = RemoteStore(uri, options=options, retry=retry)
-            store.list("")  # the first contact has a limit of its own
-            return store
+            if retry not in opened:
+                opened[retry] = RemoteStore(uri, options=options, retry=retry)
+                opened[retry].list("")  # the first contact has a limit of its own
+            return opened[retry]
 
         return proxy, open_it
 
@@ -94,6 +97,7 @@ def kill_one(at: str, round: int) -> Callable[[str, Toy], None]:
 @covers("bad network")
 def test_a_bad_network(case: Case, tmp_path: Path, through: Through) -> None:
     proxy, stores = through(case.store)
+    stores(QUICK)
     fleet = Fleet(tmp_path, lambda _: stores(QUICK), policy=case.policy, replicas=2, rounds=2, poll_seconds=0.01)
     fault = proxy.add(**{"times": 10**6, "chance": 0.25, **ACTIONS[case.point]})
     other, first = fleet.start(0), fleet.start(1, kill_one("after:ready", 1)).join()

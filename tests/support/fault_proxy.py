@@ -6,6 +6,7 @@ It forwards one request a connection, byte for byte, Host header included, so th
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ Action = Literal["status", "refuse", "lose answer", "cut answer", "cut request",
 
 @dataclass
 class Fault:
-    """What to do to requests of `method` whose target holds `target`, to one of `every` such, `times` times, then no
+    """What to do to requests of `method` whose target holds `target`, with this chance, `times` times, then no
     more. "stale listing" gives the answer that the same listing got first, as long as the fault lasts."""
 
     action: Action
@@ -27,17 +28,16 @@ class Fault:
     status: int = 503
     code: str = "SlowDown"
     seconds: float = 0.0
-    every: int = 1
-    seen: int = 0
+    chance: float = 1.0
     hits: int = 0
+    dice: random.Random = field(default_factory=lambda: random.Random(1))
 
     def fits(self, method: str, target: str) -> bool:
         if self.hits >= self.times or not method.startswith(self.method) or self.target not in target:
             return False
         if self.action == "stale listing" and not is_listing(method, target):
             return False
-        self.seen += 1
-        return self.seen % self.every == 0
+        return self.chance == 1.0 or self.dice.random() < self.chance
 
 
 def is_listing(method: str, target: str) -> bool:

@@ -44,12 +44,20 @@ def pointer_hash(data: bytes) -> str:
 
 
 def dump(content: Mapping[str, Any]) -> bytes:
-    """Canonical JSON: the same content gives the same bytes. ValueError for NaN and infinities."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    """Canonical JSON: the same content gives the same bytes. ValueError for NaN and infinities.
+
+    Its last field, "~", is a checksum of all before it: blobs are checked against their pointers, and what decides
+    against itself, so that one bit can't become another number on one replica and not on the next."""
+    body = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return body[:-1] + _checksum(body) if content else body
+
+
+def _checksum(body: bytes) -> bytes:
+    return b',"~":"%s"}' % pointer_hash(body)[:16].encode("ascii")
 
 
 def load(data: bytes, key: str) -> _Json:
-    """The JSON object in `data`, or ObjectCorrupt naming the key."""
+    """The JSON object in `data`, or ObjectCorrupt naming the key. Objects without a checksum are for people."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
@@ -65,7 +73,13 @@ def load(data: bytes, key: str) -> _Json:
         raise ObjectCorrupt(f"{key} isn't JSON ({len(data)} bytes)") from error
     if not isinstance(found, dict):
         raise ObjectCorrupt(f"{key} isn't a JSON object")
-    return cast(_Json, found)
+    content = cast(_Json, found)
+    if "~" in content:
+        del content["~"]
+        body = data[: -len(_checksum(b""))] + b"}"
+        if data != body[:-1] + _checksum(body):
+            raise ObjectCorrupt(f"{key} is damaged: it isn't what its checksum says")
+    return content
 
 
 class Fields:

@@ -30,7 +30,7 @@ from composer_replication.collective.object_store.pointers import (
 )
 from composer_replication.collective.object_store.wire import dump, load
 from composer_replication.errors import (
-    FleetMismatch,
+    Fenced,
     ObjectCorrupt,
     ObjectExists,
     RoundAborted,
@@ -269,7 +269,7 @@ def test_a_sealed_run_says_so() -> None:
         seal = Roster(run=run, round=0, attempt=0, writer=(0, 1), kind="sealed", reason="it goes on in epoch 1")
         fleet.store.put_if_absent(keys.roster(0, 0), dump_roster(seal))
         errors = fleet.round(0, {0: 1.0, 1: 1.0})
-        assert all(isinstance(error, FleetMismatch) and "epoch 1" in str(error) for error in errors.values())
+        assert all(isinstance(error, Fenced) and "epoch 1" in str(error) for error in errors.values())
 
 
 # -- stores that fail
