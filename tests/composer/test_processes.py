@@ -36,7 +36,7 @@ def launch(out: Path, batches: int, *flags: str) -> subprocess.Popen[str]:
 
 def end(process: subprocess.Popen[str]) -> None:
     try:
-        text = process.communicate(timeout=230)[0]
+        text = process.communicate(timeout=500)[0]
     finally:
         process.kill()
     assert process.returncode == 0, text
