@@ -30,7 +30,7 @@ def own_checkpoints(folder: Path, rounds: dict[int, list[int]]) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[MemoryStore, Path]:
-    """Killed in round 7; checkpoint 6 is the newest."""
+    """Killed in round 7, after checkpoint 6."""
     store, records = MemoryStore(), tmp_path / "records"
     records.mkdir()
     killed(store, records, 2, 7)

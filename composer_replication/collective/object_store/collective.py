@@ -174,7 +174,7 @@ class ObjectStoreCollective:
         self._start_timeout = start_timeout_seconds
         self._heartbeat_seconds = heartbeat_seconds
         self._every = checkpoint_every
-        self._nonce = nonce
+        self._nonce: str = nonce
         self._interrupted = interrupted
         self._clock = clock
         self._sleep = sleep
