@@ -20,6 +20,10 @@ PRELOAD = ["tests.lightning.split"]
 KINDS = ["ddp", "fsdp"]
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def run(kind: str, out: Path, *, ranks: Any = None, size: int = 4, **options: Any) -> dict[int, Any]:
     return World(PRELOAD, partial(split.train, **options), (kind, out), size=size, ranks=ranks).end()
 
@@ -50,7 +54,7 @@ def test_replicas_of_two_ranks_end_together_however_much_data_each_has(tmp_path:
     assert len({i for ids in seen for i in ids}) == sum(map(len, seen)) == 2 * 8 + 2 * 5
 
 
-@pytest.mark.parametrize(("kind", "rank", "batch"), [("ddp", 1, 5), ("ddp", 0, 3), ("fsdp", 1, 3)])
+@pytest.mark.parametrize(("kind", "rank", "batch"), [slow("ddp", 1, 5), slow("ddp", 0, 3), pytest.param("fsdp", 1, 3)])
 def test_sigterm_to_one_rank_stops_its_replica_which_goes_on_bit_for_bit(
     tmp_path: Path, kind: str, rank: int, batch: int
 ) -> None:
@@ -72,7 +76,7 @@ def test_sigterm_to_one_rank_stops_its_replica_which_goes_on_bit_for_bit(
     assert os.path.isdir(went_on[2]["checkpoint"]) == (kind == "fsdp")
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("ddp", 0), ("ddp", 1), ("fsdp", 1)])
+@pytest.mark.parametrize(("kind", "rank"), [slow("ddp", 0), pytest.param("ddp", 1), slow("fsdp", 1)])
 def test_what_one_rank_alone_finds_bad_the_whole_replica_drops(tmp_path: Path, kind: str, rank: int) -> None:
     ends = run(kind, tmp_path, batches=(6, 6), spoil=("nan", 1, rank, 3))
     assert [[members for _, _, members, _ in one["rounds"]] for one in ends.values()] == [[(0,), (0, 1)]] * 4
@@ -122,6 +126,7 @@ def test_two_ranks_are_one_process_with_the_same_batch(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(ends[0]["weights"][name]), torch.tensor(values), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_over_a_process_group_the_same_bits_as_through_a_store(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     group = run("fsdp", tmp_path / "group", batches=(5, 5), resume=True, address=address)
