@@ -85,7 +85,7 @@ class TorchftCollective(ProcessGroupCollective):
         self._manager = manager
         self._timeout = timeout_seconds
         self._expected = self._fleet
-        self._settings: Mapping[str, Any] = {}
+        self._said_settings: Mapping[str, Any] = {}
         self._take: Callable[[], Snapshot] | None = None  # the state of the present round
         self._joined: RoundOutcome | None = None  # of the round that this replica came into
         # torchft hands a state to replicas whose count of steps is behind: the counts are all that it needs to.
@@ -96,8 +96,8 @@ class TorchftCollective(ProcessGroupCollective):
     def start(self, offered: Snapshot, *, settings: Mapping[str, Any], resumed: bool) -> Snapshot:
         """As the contract says. Raises RoundTimeout if the fleet isn't complete in time."""
         self._guards.check_settings(settings)
-        offer = {"op": "start", **self._offer(offered, settings, resumed)}
-        self._settings = offer["settings"]
+        offer: dict[str, Any] = {"op": "start", **self._offer(offered, settings, resumed)}
+        self._said_settings = offer["settings"]
 
         def attempt() -> Snapshot | None:
             said = self._exchange(offer)
@@ -138,7 +138,7 @@ class TorchftCollective(ProcessGroupCollective):
             assert self._take is not None, "set by start"
             snapshot = self._take()
             known |= {
-                "settings": self._settings,
+                "settings": self._said_settings,
                 "expected": self._expected,
                 "round": snapshot.round,
                 "digest": snapshot.digest,
@@ -259,11 +259,11 @@ class TorchftCollective(ProcessGroupCollective):
         rank, count = self._manager.participating_rank(), self._manager.num_participants()
         lengths = torch.zeros(count, dtype=torch.int64)
         lengths[rank] = len(data)
-        sizes = self._sum(lengths).tolist()
+        sizes = [int(size.item()) for size in self._sum(lengths)]
         texts = torch.zeros((count, max(sizes)), dtype=torch.uint8)
         texts[rank, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows: Any = self._sum(texts).numpy()
-        said = [json.loads(rows[i, : sizes[i]].tobytes()) for i in range(count)]
+        rows: Any = self._sum(texts)
+        said = [json.loads(bytes(rows[i, : sizes[i]].numpy())) for i in range(count)]
         ids = [answer["replica"] for answer in said]
         if len(set(ids)) < count:
             raise RoundError(f"two replicas have one id: {sorted(ids)}; is an older process still alive?")

@@ -6,7 +6,7 @@ step that `OuterLoop` takes, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +69,7 @@ def make_diloco_outer_loop(
     if use_bucketization:
         _check_buckets(fragments, bucket_cap_mb)
     outer = [_outer_optimizer(fragment, outer_lr, outer_momentum, nesterov) for fragment in fragments]
-    launch = getattr(manager, "launch", None)
+    launch: Callable[[], None] | None = getattr(manager, "launch", None)
 
     class Launching(DiLoCo):
         """An exchange with a delay sets out right after the step that prepared it."""
@@ -77,7 +77,7 @@ def make_diloco_outer_loop(
         def __enter__(self) -> DiLoCo:
             super().__enter__()
             if launch is not None:  # hooks run in the order of their registration
-                self._hooks.append(inner_optimizer.register_step_post_hook(lambda *_: launch()))
+                self._hooks.append(inner_optimizer.register_step_post_hook(_hook(launch)))
             return self
 
     share = getattr(manager, "share", None)
@@ -97,6 +97,10 @@ def make_diloco_outer_loop(
         fragment_sync_delay=fragment_sync_delay,
         fragment_update_alpha=fragment_update_alpha,
     )
+
+
+def _hook(launch: Callable[[], None]) -> Callable[..., None]:
+    return lambda *_: launch()
 
 
 def _outer_optimizer(fragment: nn.Module, lr: float, momentum: float, nesterov: bool) -> torch.optim.Optimizer:
