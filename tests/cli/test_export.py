@@ -11,6 +11,7 @@ import torch
 
 from composer_replication.cli import main
 from composer_replication.collective.object_store import checkpoints, keys
+from composer_replication.collective.object_store.wire import dump, load
 from composer_replication.store import LocalStore
 from tests.cli.fleets import Model, train
 
@@ -118,15 +119,15 @@ def test_a_damaged_chunk_is_refused_and_the_older_checkpoint_offered(copy, tmp_p
 
 def test_a_digest_that_does_not_hold_is_refused(copy, tmp_path, capsys):
     at = newest(copy.root)
-    manifest = json.loads(copy.get(keys.manifest(at)))
+    manifest = load(copy.get(keys.manifest(at)), "manifest")
     # Consistent chunks of another state under this state's digest: only the digest can tell.
     manifest["anchor"], manifest["momentum"] = manifest["momentum"], manifest["anchor"]
     manifest["digest"] = "0" * 32
-    copy.put(keys.manifest(at), json.dumps(manifest).encode())
+    copy.put(keys.manifest(at), dump(manifest))
     assert main(["export", str(copy.root), "-o", str(tmp_path / "m.pt")]) == 2
     assert "nothing was written" in capsys.readouterr().err
     manifest["anchor"], manifest["momentum"] = manifest["momentum"], manifest["anchor"]
-    copy.put(keys.manifest(at), json.dumps(manifest).encode())
+    copy.put(keys.manifest(at), dump(manifest))
     error = command(capsys, copy.root, "-o", tmp_path / "m.pt", code=2)
     assert "the fleet agreed on 00000000" in error and not (tmp_path / "m.pt").exists()
 
