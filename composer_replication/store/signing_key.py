@@ -60,7 +60,7 @@ class SigningKey:
 
 def read_signing_key(path: str | os.PathLike[str]) -> SigningKey:
     """The key in a file that nobody but its owner can read. Raises ValueError, with the remedy."""
-    name = os.path.expanduser(os.fspath(path))
+    name: str = os.path.expanduser(os.fspath(path))
     try:
         # Not to hang on what isn't a plain file, and to look at the very file that is read.
         handle = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
