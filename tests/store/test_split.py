@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
 import torch
 
+from composer_replication.adapter.options import read_options
 from composer_replication.collective.object_store import ObjectStoreCollective, keys
 from composer_replication.collective.object_store.place import open_run
 from composer_replication.diloco.serverless.allreduce import ObjectStoreAllReduce
 from composer_replication.diloco.serverless.averager import Averager
+from composer_replication.diloco.serverless.replica import adapter_options
 from composer_replication.errors import StoreError, StoreRefused
+from composer_replication.isolate import Identity
+from composer_replication.recipe import recipe_from
 from composer_replication.store import LocalStore, MemoryStore, PrefixedStore, details, open_store
 from tests.support.threads import run_threads
 
@@ -112,3 +117,21 @@ def test_options_for_a_client_reach_it_or_are_refused(tmp_path):
     pytest.importorskip("s3fs")
     store = open_store("s3://bucket/run", options={"key": "AKIA", "secret": "hush"})
     assert store._client().fs.key == "AKIA" and "hush" not in repr(store)
+
+
+def test_an_adapter_and_a_recipe_pass_it_on(tmp_path):
+    def meet(**options):
+        read = read_options(
+            "memory://adapter-blobs", interrupted=lambda: False, replica=0, replicas=2, base_horizon=5, **options
+        )
+        collective = read.meet(0)
+        return collective._raw.uri  # what it says of itself; nothing is opened before
+
+    assert "control: memory://adapter-control" in meet(control="memory://adapter-control")
+    assert "control" not in meet()
+    with pytest.raises(ValueError, match="control must be a URI or an open store, got 7"):
+        meet(control=7)
+    sections = {"model": {"name": "byte_gpt"}, "data": {"name": "text_bytes"}}
+    recipe = recipe_from(json.dumps({"store": {"uri": "memory://a", "control": "memory://b"}, **sections}))
+    options = adapter_options(recipe, Identity(replica=0, replicas=2), tmp_path)
+    assert options["control"] == "memory://b"
