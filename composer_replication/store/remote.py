@@ -103,11 +103,13 @@ class RemoteStore:
             tries += 1
             try:
                 client.create(path, body, mark, _limit(len(body)))
+                return
             except Exception as error:
                 if kind_of(error) != "exists":
                     raise
-                if not self._is_own(client, path, body, mark, tries > 1):
-                    raise ObjectExists(f"{key} is there already ({self.uri})") from None
+            # Outside of the handler: a failure to read the mark is its own, and has no refusal among its causes.
+            if not self._is_own(client, path, body, mark, tries > 1):
+                raise ObjectExists(f"{key} is there already ({self.uri})")
 
         self._try(f"create {key}", key, create)
 

@@ -19,7 +19,7 @@ from composer_replication.collective.codec import content_hash, decode_chunk
 from composer_replication.collective.object_store import ObjectStoreCollective, checkpoints, keys
 from composer_replication.collective.object_store.history import closed_roster
 from composer_replication.collective.object_store.pointers import parse_ready, parse_verdict
-from composer_replication.collective.object_store.requests import create
+from composer_replication.collective.object_store.requests import create, there
 from composer_replication.collective.object_store.roster import shard_chunks
 from composer_replication.collective.object_store.wire import load, pointer_hash
 from composer_replication.collective.reduce import parameter_parts, part_sizes, reduce_chunk
@@ -208,10 +208,10 @@ class Fleet:
         """Say of earlier processes that they are dead, as the system does: here all are threads of one that lives."""
         if self._lived[replica] and not self._living[replica]:
             store = self.store_of(replica)
-            for key in store.list(keys.claims(replica)):
-                number = keys.incarnation_of(key)
-                if number is not None:
-                    create(store, keys.closed(replica, number), b"{}")
+            number = 1
+            while there(store, keys.claim(replica, number)):
+                create(store, keys.closed(replica, number), b"{}")
+                number += 1
         self._living[replica] += 1
         self._lived[replica] += 1
 

@@ -3,8 +3,8 @@
     python -m tests.faults.report                # all of them (minutes)
     python -m tests.faults.report -k flipped -x  # a part, with what pytest knows
 
-Invariant: each number on the page was measured by this command; of a test that ran several times the last one counts. What
-came of each test is kept in runs/reliability.jsonl, so that it can be run in parts; the page says which are missing.
+Invariant: each number on the page was measured by this command; of a test that ran several times the last one counts.
+What came of each is kept in runs/reliability.jsonl, so that they can be run in parts; the page says how many ran.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def test_paused_past_the_round_then_woken(case: Case, tmp_path: Path) -> None:
     step, victim = case.point
     skip = case.policy == "skip"
     store, woken = MemoryStore(), threading.Event()
-    waits = {"timeout_seconds": 0.3, "start_timeout_seconds": 30.0}
+    waits = {"timeout_seconds": 0.8, "start_timeout_seconds": 30.0}
     every = {"checkpoint_every": 2, "tolerated_misses": 0} if skip else {}
     fleet = Fleet(tmp_path, store, policy=case.policy, rounds=ROUNDS if skip else 4, **waits, **every)
     stopped = threading.Event()

@@ -75,6 +75,14 @@ def test_a_lost_answer_is_no_refusal(through: RemoteStore, proxy: FaultProxy) ->
         through.put_if_absent("a", b"mine")
 
 
+def test_a_mark_that_can_not_be_read_at_once(through: RemoteStore, proxy: FaultProxy) -> None:
+    """What says whose the object is fails in its turn: that is a failure to be tried again, and no refusal."""
+    proxy.add("lose answer", method="PUT")
+    marks = proxy.add("status", method="HEAD", status=503, times=2)
+    through.put_if_absent("a", b"mine")
+    assert marks.hits == 2 and through.get("a") == b"mine"
+
+
 def test_a_lost_answer_does_not_hide_another_writer(
     through: RemoteStore, proxy: FaultProxy, s3_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
