@@ -9,19 +9,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
-from composer.utils import reproducibility
+from composer.utils import dist, reproducibility
 from typing_extensions import override
 
+from composer_replication.adapter.driver import Closed
 from composer_replication.adapter.files import write_checkpoint
 from composer_replication.adapter.options import read_options
 from composer_replication.adapter.session import Session
+from composer_replication.collective.base import Collective
 from composer_replication.composer.fit import Fit
 from composer_replication.composer.world import check_savers, check_state, check_world
 from composer_replication.diloco.loop import OuterLoop
+from composer_replication.diloco.ranks.channel import Ranks
 from composer_replication.diloco.ranks.loop import FollowingLoop
 from composer_replication.diloco.summary import FinalSummary, RoundSummary
 
@@ -53,12 +57,16 @@ class AutoLoCo(Algorithm):
         if options.get("optimizer") not in (None, 0):
             raise ValueError(f"optimizer must be 0: Composer trains with one, got {options['optimizer']!r}")
         # SIGTERM ends a wait by itself: Composer's handler raises SystemExit there.
-        self._options = read_options(store, interrupted=lambda: False, **options)
+        self._options = read_options(store, interrupted=self._lost_a_rank, **options)
         self.policy, self.outer, self.identity = self._options.policy, self._options.outer, self._options.identity
         self._every_batch = step_schedulers_every_batch
         self._session: Session[Fit] = Session(self._options)
         self._swap: AbstractContextManager[None] | None = None
         self._save_due = False
+
+    def _lost_a_rank(self) -> bool:
+        """In a wait: whether to end it. False, or RankLost if another rank of this replica was told to stop."""
+        return self._session.asked_to_stop(False)
 
     @property
     def rounds(self) -> list[RoundSummary]:
@@ -119,9 +127,12 @@ class AutoLoCo(Algorithm):
             logger.log_metrics(dict(metrics))
             self._save_due = self._save_due or self._session.saves_after(summary)
 
-        self._session.begin(
-            lambda met, then: Fit(state, met, self._options, then, every_batch=self._every_batch), closed
-        )
+        ranks = Ranks() if dist.get_world_size() > 1 else None
+
+        def make(met: Collective, then: Closed) -> Fit:
+            return Fit(state, met, self._options, then, every_batch=self._every_batch, ranks=ranks)
+
+        self._session.begin(make, closed, ranks=ranks)
 
     def _batch_start(self, state: State, logger: Logger) -> None:
         if fit := self._session.running:
@@ -179,14 +190,20 @@ class AutoLoCo(Algorithm):
         """This replica's own durable checkpoint, in the form of Composer's."""
         self._save_due = False
         if self._options.checkpoint_dir is not None and self._session.fit is not None:
-            write_checkpoint(
+            content = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
+            write = partial(
+                write_checkpoint,
                 self._options.checkpoint_dir,
                 self.identity.replica,
-                {"state": state.state_dict(), "rng": reproducibility.get_rng_state()},
+                content,
                 round=self._session.fit.loop.round,
                 step=state.timestamp.batch.value,
                 fit=self._session.number,
             )
+            if self._session.ranks is None:
+                write()
+            else:  # all of them have given their parts; the whole is rank 0's
+                self._session.ranks.on_first(write)
 
     def close(self, error: BaseException | None = None) -> None:
         """Tell the fleet how this replica ended, and stop its heartbeat. Harmless when called again."""

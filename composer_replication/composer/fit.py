@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from composer.core import State
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from composer_replication.adapter.data import shuffle_seed
 from composer_replication.adapter.driver import Closed, Driver
@@ -19,6 +20,7 @@ from composer_replication.adapter.tokens import count_tokens
 from composer_replication.collective.base import Collective
 from composer_replication.composer import rates
 from composer_replication.composer.data import unsharded_reason
+from composer_replication.diloco.ranks.channel import Ranks
 from composer_replication.diloco.summary import FinalSummary
 from composer_replication.preview import LoopPosition, Previewer, RatePreview, Scheduled
 
@@ -32,13 +34,22 @@ class Fit(Driver):
     """
 
     def __init__(
-        self, state: State, collective: Collective, options: Options, closed: Closed, *, every_batch: bool | None
+        self,
+        state: State,
+        collective: Collective,
+        options: Options,
+        closed: Closed,
+        *,
+        every_batch: bool | None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.state = state
         if not state.optimizers:
             raise ValueError("the Trainer has no optimizer: no step can be counted")
         seed = shuffle_seed([state.dataloader])
-        super().__init__(state.model, state.optimizers, 0, collective, options, closed, data_seed=seed)
+        # Composer wraps the model of a replica of several ranks; its names are the plain model's everywhere.
+        model = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
+        super().__init__(model, state.optimizers, 0, collective, options, closed, data_seed=seed, ranks=ranks)
         self._every_batch = rates.default_every_batch(state.schedulers) if every_batch is None else every_batch
         self._ticks: list[Any] | None = None
         self._previewer = self._make_previewer()
@@ -86,10 +97,19 @@ class Fit(Driver):
             return None
         before, now = self.state.previous_timestamp, self.state.timestamp
         told = now.token.value - before.token.value if before is not None else 0
-        count = count_batch(self.state.batch, told, self.options)
+        count = self._count_of_mine(told)
         if count is None:
             self.stop_counting(self.state.batch)
         return count
+
+    def _count_of_mine(self, told: int) -> Any:
+        batch, ranks = self.state.batch, self.ranks
+        if ranks is None or self.options.token_fn is not None:
+            return count_batch(batch, told, self.options)
+        # Composer's count is of all ranks together: rank 0 gives it, where no mask tells each rank its own.
+        if told and not (isinstance(batch, Mapping) and "attention_mask" in batch):
+            return told if ranks.leads else 0
+        return count_batch(batch, 0, self.options)
 
     def _check_frequency(self) -> None:
         """The first batch shows how often the Trainer steps its schedulers."""
