@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from composer_replication.lightning import AutoLoCoCallback
+from composer_replication.collective.object_store import begin_epoch
+from composer_replication.lightning import AutoLoCoCallback, latest_checkpoint
 from composer_replication.store import MemoryStore
 from tests.lightning.helpers import Tiny, in_threads, loader, trainer
 
@@ -73,3 +76,40 @@ def test_coming_back_when_the_run_is_over() -> None:
         assert module.seen == [] and same_bits(module, first) and same_bits(first, second)
         assert ours.final is not None and one.final is not None and ours.final.digest == one.final.digest
         assert ours.final.rounds == 3 and ours.rounds == []
+
+
+@pytest.mark.filterwarnings("ignore:no checkpoint of its own")
+@pytest.mark.filterwarnings("ignore:this resumes in the middle of an epoch")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
+def test_a_run_goes_on_with_another_number_of_replicas(tmp_path: Path) -> None:
+    """Both stop in the third round; one comes back with its checkpoint, one without, and a third is new."""
+    store = MemoryStore()
+
+    class Stops(Tiny):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            if batch_idx == 10:
+                raise RuntimeError("the machines are gone")
+            return super().training_step(batch, batch_idx)
+
+    def make(index: int, replicas: int) -> AutoLoCoCallback:
+        return AutoLoCoCallback(
+            store, replica=index, replicas=replicas, checkpoint_dir=tmp_path, checkpoint_every=1, timeout=30.0, **FIXED
+        )
+
+    def stopped(index: int, _: Any) -> None:
+        with pytest.raises(RuntimeError, match="machines are gone"):
+            trainer(make(index, 2), max_epochs=1).fit(Stops(seed=index), loader(48))
+
+    in_threads(2, stopped)
+    shutil.rmtree(tmp_path / "replica-1")
+    assert begin_epoch(store, 3).first == 2
+
+    def resumed(index: int, _: Any) -> tuple[Tiny, AutoLoCoCallback]:
+        module, ours = Tiny(seed=index), make(index, 3)
+        trainer(ours, max_steps=24).fit(module, loader(96), ckpt_path=latest_checkpoint(tmp_path, index))
+        return module, ours
+
+    (first, one), (second, _), (third, _) = in_threads(3, resumed)
+    assert same_bits(first, second) and same_bits(first, third)
+    assert [len(summary.members) for summary in one.rounds] == [3] * 4
+    assert one.final is not None and one.final.position == 24
