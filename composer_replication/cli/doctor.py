@@ -116,15 +116,8 @@ def _expected(found: Probe, elements: int, replicas: int, codec: str) -> dict[st
 
 def _show(found: Probe, blobs_only: bool) -> None:
     rows = [(f.verdict, f.name, f.seen, f.means) for f in found.findings]
-    rows += [
-        (
-            "ok",
-            "latency",
-            f"{kind}: {1000 * seconds:.0f} ms",
-            "a round makes about eight such requests one after another",
-        )
-        for kind, seconds in found.latency_seconds.items()
-    ]
+    latency = ", ".join(f"{kind} {1000 * seconds:.0f} ms" for kind, seconds in found.latency_seconds.items())
+    rows.append(("ok", "latency", latency, "a round makes about eight such requests one after another"))
     for speed in found.speeds:
         what = byte_count(speed.size_bytes) + (f", {speed.parallel} at once" if speed.parallel > 1 else "")
         seen = f"{what}: {byte_count(speed.up)}/s up, {byte_count(speed.down)}/s down"
@@ -154,7 +147,7 @@ def _table(rows: list[tuple[str, str, str, str]]) -> None:
         table.add_column(name, no_wrap=name in ("", "what"))
     for verdict, *cells in rows:
         table.add_row(Text(verdict, style=colours[verdict]), *(Text(cell) for cell in cells))
-    console = Console(soft_wrap=False)
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
 
 

@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -69,12 +69,12 @@ class Probe:
 
     @property
     def up(self) -> float:
-        """Bytes per second, at best."""
-        return max(speed.up for speed in self.speeds)
+        """Bytes per second of the largest transfer, or of several at once: what a round may reckon with."""
+        return max(speed.up for speed in self.speeds[-2:])
 
     @property
     def down(self) -> float:
-        return max(speed.down for speed in self.speeds)
+        return max(speed.down for speed in self.speeds[-2:])
 
 
 def probe_store(
@@ -151,7 +151,7 @@ class _Scratch:
         self.store.delete([self.key(name) for name in names])
 
     @contextmanager
-    def cleaned(self) -> Iterator[None]:
+    def cleaned(self) -> Generator[None, None, None]:
         try:
             yield
         except BaseException:
@@ -371,8 +371,12 @@ def _speeds(writer: _Scratch, reader: _Scratch, effort: Effort, say: Callable[[s
     say(f"{PARALLEL} transfers of {size / 1e6:.1f} MB at once")
     content = _noise(size)
     names = [f"bulk-{index}" for index in range(PARALLEL)]
+
+    def write(name: str) -> None:
+        writer.put(name, content)
+
     with ThreadPoolExecutor(PARALLEL) as pool:
-        up = _timed(lambda: list(pool.map(lambda name: writer.put(name, content), names)))
+        up = _timed(lambda: list(pool.map(write, names)))
         down = _timed(lambda: list(pool.map(reader.get_in_the_end, names)))
     total = size * PARALLEL
     yield Speed(size_bytes=size, parallel=PARALLEL, up=total / up, down=total / down)
