@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_replica_that_may_write_no_large_file(case: Case, tmp_path: Path) -> None:
     """As with a quota: small objects can be written, chunks can't."""
     skip = case.policy == "skip"
-    waits = {"failure_policy": "skip", "timeout_seconds": 1.0, "start_timeout_seconds": 40.0, "tolerated_misses": 0}
+    waits = {"failure_policy": "skip", "timeout_seconds": 3.0, "start_timeout_seconds": 40.0, "tolerated_misses": 0}
     fleet = lives.Fleet(tmp_path, settings={"mode": case.point, "checkpoint_every": 100, **(waits if skip else {})})
     processes = [fleet.start(i, lives.Kill("before:upload", 1) if i == 1 else None) for i in range(3)]
     assert lives.join(processes[1]) == -9
