@@ -182,8 +182,8 @@ def play(
         )
     )
     result = seen(outcome, layout)
-    # Each chunk is computed once, in any order; a replica that isn't finite is asked for none. (One that is left out for
-    # another reason may have been asked before anybody knew.)
+    # Each chunk is computed once, in any order; a replica that isn't finite is asked for none. (One that is left out
+    # for another reason may have been asked before anybody knew.)
     every = [] if me in not_finite else list(range(len(layout.chunks)))
     assert sorted(asked) == every or (me not in result.members and asked == [])
     assert outcome.round == 0 and not collective.overtaken
