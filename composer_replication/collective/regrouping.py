@@ -99,7 +99,8 @@ class RegroupingCollective(ProcessGroupCollective):
         size = torch.tensor([len(data)], device=self._device)
         sizes = [int(one.item()) for one in self._gather(size)]
         padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b" ")), dtype=torch.uint8).to(self._device)
-        return [json.loads(bytes(text.cpu().tolist())) for text in self._gather(padded)]
+        texts: list[Any] = [*self._gather(padded)]
+        return [json.loads(text.cpu().numpy().tobytes()) for text in texts]
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         every = [torch.empty_like(mine) for _ in self._meeting.ids]
