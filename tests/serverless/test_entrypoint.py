@@ -29,10 +29,14 @@ def recipe(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _no_identity_in_the_environment(monkeypatch):
+def _no_identity_in_the_environment():
+    """None before, and none that a test's isolation leaves behind."""
+    before = dict(os.environ)
     for name in (isolate.REPLICA, isolate.REPLICAS, isolate.STORE, isolate.LAUNCHER):
-        monkeypatch.setenv(name, "")  # so that it is put back, whoever sets it meanwhile
-        monkeypatch.delenv(name)
+        os.environ.pop(name, None)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def settings(*arguments: str):
