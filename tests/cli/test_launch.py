@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -171,24 +170,6 @@ def test_ctrl_c_stops_everything_and_resume_goes_on(recipe, undisturbed, trainer
     assert 3 <= done < len(summary_of(undisturbed[0])["horizons"])
     assert main(["launch", str(folder / "recipe.yaml"), "--resume", "--plain"]) == 0
     assert summary_of(folder)["digests"] == summary_of(undisturbed[0])["digests"]
-
-
-@pytest.mark.slow
-def test_a_run_is_resumed_with_another_number_of_replicas(recipe, trainer):
-    folder = recipe.parent / f"resized-{trainer}"
-    with start(recipe, folder, f"trainer={trainer}") as process:
-        wait_for(lambda: closed_rounds(folder) >= 3 or process.poll() is not None)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=300)
-    assert process.returncode == 130, output
-    shutil.rmtree(folder / "replica-1")  # its machine is gone
-    resumed = ["launch", str(folder / "recipe.yaml"), "--resume", "--plain", "fleet.replicas=3"]
-    assert main(resumed) == 0
-    assert len(summary_of(folder)["digests"]) == 1
-    reader = RunReader(open_store((folder / "store").as_uri()))
-    reader.refresh()
-    sizes = [len(closed.members) for closed in reader.rounds]
-    assert sizes[0] == 2 and sizes[-1] == 3 and sizes == sorted(sizes) and reader.ended
 
 
 BROKEN = """\
