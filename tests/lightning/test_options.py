@@ -71,7 +71,6 @@ def test_the_strategy_is_registered_once() -> None:
     [
         ({"WORLD_SIZE": "4", "LOCAL_RANK": "1"}, 2, "started 4 processes.*is a replica of 2.*--ranks-per-replica 2"),
         ({"WORLD_SIZE": "3", "LOCAL_RANK": "1"}, 2, "started 3 processes.*if they are one, use devices=3"),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, 2, "started 4 processes"),
         (
             {"COMPOSER_REPLICATION_RANK": "0", "COMPOSER_REPLICATION_RANKS": "2"},
             4,
