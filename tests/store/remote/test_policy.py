@@ -84,7 +84,7 @@ def test_a_round_within_the_prefix(limited):
     endpoint, keys = limited
 
     def replica(index: int) -> torch.Tensor:
-        tensor = torch.full((300_000,), float(index + 1))
+        tensor = torch.full((200_000,), float(index + 1))
         uri = f"s3://{BUCKET}/runs/r1/round?endpoint_url={endpoint}&region=us-east-1"
         with ObjectStoreAllReduce(index, 2, uri, fsspec_kwargs=keys, poll_s=0.5, timeout_s=120) as reduce:
             reduce.allreduce(tensor).wait()
@@ -94,7 +94,7 @@ def test_a_round_within_the_prefix(limited):
     store(limited, "runs/r1").put("large", large)
     assert store(limited, "runs/r1").get("large") == large
     for mean in run_threads([partial(replica, index) for index in range(2)], timeout_seconds=150):
-        assert torch.equal(mean, torch.full((300_000,), 1.5))
+        assert torch.equal(mean, torch.full((200_000,), 1.5))
 
 
 def test_a_run_beside_it_is_refused_with_the_reason(limited):
