@@ -71,6 +71,7 @@ class RoundOutcome:
     outliers: Mapping[int, str] = field(default_factory=dict[int, str])  # members whose norms stick out, what was done
     drift: float | None = None  # squared norms of what was averaged, brought together; None: plain mean of the members'
     expected_next: tuple[int, ...]  # whom the next round waits for; empty: the run is over
+    fleet_size: int | None = None  # replicas that the fleet of this round began with; None: as many as now
     mean_square_norm: float  # squared norm of the decoded mean over the parameters
     mean: Callable[[int, Tensor], None]
     # how it went here, for people

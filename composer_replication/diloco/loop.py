@@ -564,7 +564,7 @@ class OuterLoop:
             drift=drift if outcome.drift is None else outcome.drift,
             mean_square_norm=outcome.mean_square_norm if count else math.nan,
             roster=count,
-            fleet=len(self.fleet),
+            fleet=outcome.fleet_size or len(self.fleet),
             steps=sum(r.steps for r in members),
             tokens=None if any(t is None for t in tokens) else sum(t for t in tokens if t is not None),
             mass=sum(r.mass for r in members) / count if count else math.nan,

@@ -30,7 +30,13 @@ from composer_replication.collective.object_store.fleet import agree_on_fleet, c
 from composer_replication.collective.object_store.forecast import forecast
 from composer_replication.collective.object_store.garbage import Collector
 from composer_replication.collective.object_store.heartbeat import Heartbeat
-from composer_replication.collective.object_store.joining import Standpoint, enter_epoch, first_state, standpoint
+from composer_replication.collective.object_store.joining import (
+    Standpoint,
+    enter_epoch,
+    first_state,
+    fleet_sizes,
+    standpoint,
+)
 from composer_replication.collective.object_store.outcome import outcome_of
 from composer_replication.collective.object_store.place import check_signing, open_run
 from composer_replication.collective.object_store.pointers import Roster
@@ -185,6 +191,7 @@ class ObjectStoreCollective:
         self._incarnation = 0
         self._plan: Plan | None = None
         self._stand: Standpoint | None = None
+        self._sizes: dict[int, int] = {0: replicas}  # first round of each epoch -> replicas that it began with
         self._heart: Heartbeat | None = None
         self._collector: Collector | None = None
         self._checkpointer: Checkpointer | None = None
@@ -242,6 +249,7 @@ class ObjectStoreCollective:
         """Be part of the run's newest epoch."""
         entered = enter_epoch(self._raw, self._store, replicas=len(self.fleet), nonce=self._nonce)
         if entered is not None:
+            self._sizes = fleet_sizes(self._raw)
             self._before, self._raw, epoch = entered
             self._store = Requests(self._raw, sleep=self._sleep)
             self._policy = replace(self._policy, first_round=epoch.first)
@@ -409,6 +417,7 @@ class ObjectStoreCollective:
             ending.closed,
             work,
             self._policy.guards,
+            fleet_size=self._sizes[max((first for first in self._sizes if first <= round), default=0)],
             wait_seconds=self._waited,
             bytes_sent=self._store.bytes_sent - sent,
             bytes_received=self._store.bytes_received - received,

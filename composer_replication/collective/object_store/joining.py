@@ -24,10 +24,11 @@ from composer_replication.collective.object_store.history import (
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.requests import there
 from composer_replication.collective.object_store.roster import Plan, Policy
+from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
 from composer_replication.errors import FleetMismatch, ObjectCorrupt, ObjectMissing, StoreError
 from composer_replication.store.base import ObjectStore
 
-__all__ = ["Standpoint", "check_known", "enter_epoch", "first_state", "standpoint"]
+__all__ = ["Standpoint", "check_known", "enter_epoch", "first_state", "fleet_sizes", "standpoint"]
 
 
 def first_state(
@@ -127,6 +128,13 @@ def enter_epoch(
                 f"{here!r} here, {there_!r} in the fleet. Start it as the run was resumed last, or use another prefix"
             )
     return EpochStore(raw, epochs[:-1]) if len(epochs) > 1 else raw, EpochStore(raw, epochs), epoch
+
+
+def fleet_sizes(store: ObjectStore) -> dict[int, int]:
+    """The first round of each epoch of the run in `store` -> how many replicas it began with. What a controller makes
+    of a round depends on it, whenever the round is followed."""
+    fleet = load(store.get(keys.FLEET, max_bytes=MAX_POINTER_BYTES), keys.FLEET)
+    return {0: int(fleet["replicas"])} | {epoch.first: epoch.replicas for epoch in read_epochs(store)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

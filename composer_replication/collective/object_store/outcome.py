@@ -18,7 +18,14 @@ __all__ = ["outcome_of"]
 
 
 def outcome_of(
-    closed: Closed, work: ShardWork, guards: Guards, *, wait_seconds: float, bytes_sent: int, bytes_received: int
+    closed: Closed,
+    work: ShardWork,
+    guards: Guards,
+    *,
+    fleet_size: int,
+    wait_seconds: float,
+    bytes_sent: int,
+    bytes_received: int,
 ) -> RoundOutcome:
     roster = closed.roster
     members, others, absent = roster.members, roster.others, dict(roster.absent)
@@ -44,6 +51,7 @@ def outcome_of(
         outliers=treatment.outliers,
         drift=treatment.drift,
         expected_next=roster.expected_next,
+        fleet_size=fleet_size,
         mean_square_norm=square_norm,
         mean=mean,
         lateness=closed.lateness,
