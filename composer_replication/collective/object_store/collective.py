@@ -46,7 +46,7 @@ from composer_replication.collective.object_store.round import State, deadline_o
 from composer_replication.collective.object_store.settings import check_positive, make_patience, make_policy
 from composer_replication.collective.object_store.shards import ShardWork, Trace, input_sizes
 from composer_replication.collective.object_store.waiting import backed_off, duration, seen, telling, watching
-from composer_replication.collective.object_store.wire import dump
+from composer_replication.collective.object_store.wire import dump, for_people
 from composer_replication.errors import (
     Fenced,
     Interrupted,
@@ -485,9 +485,7 @@ class ObjectStoreCollective:
         if over and self._checkpointer is not None:
             self._checkpointer.leave_draft(digest)
         self._trace("before:result")
-        self._store.put(
-            keys.result(self._replica), json.dumps({**content, "result": dict(result)}, default=str).encode()
-        )
+        self._store.put(keys.result(self._replica), for_people({**content, "result": dict(result)}))
         self._trace("after:result")
         if self._roster is not None and not self._roster.expected_next:
             close_run(self._store, self._roster, digest, self._trace)

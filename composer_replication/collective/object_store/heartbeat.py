@@ -5,7 +5,6 @@ Invariant: it decides nothing and raises nothing; the main thread reads `fenced`
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Mapping
@@ -14,8 +13,8 @@ from typing import Any
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.pointers import parse_roster
 from composer_replication.collective.object_store.requests import there
-from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES
-from composer_replication.errors import ObjectMissing, ReplicationError
+from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, for_people
+from composer_replication.errors import ObjectMissing
 from composer_replication.store.base import ObjectStore
 
 __all__ = ["Heartbeat"]
@@ -67,8 +66,9 @@ class Heartbeat:
             roster = parse_roster(data, key, run=run, round=round, attempt=attempt)
             left_out = roster.kind != "roster" or self._replica not in roster.present
             with self._lock:
-                self.overtaken = left_out and self._watched == watched
-        except ReplicationError as error:
+                if self._watched == watched:  # else it is about another round, of which this look knows nothing
+                    self.overtaken = left_out
+        except Exception as error:
             self.last_error = f"{type(error).__name__}: {error}"
 
     def stop(self, ending: str) -> None:
@@ -100,9 +100,8 @@ class Heartbeat:
                 "last_error": self.last_error,
                 "status": dict(self._status),
             }
-            # A status may hold anything that a trainer logs; what JSON doesn't know is shown as text.
-            data = json.dumps(content, default=str).encode()
+            data = for_people(content)
             if not self.fenced:
                 self._store.put(keys.member(self._replica), data)
-        except (ReplicationError, TypeError, ValueError) as error:
+        except Exception as error:  # a status may hold anything, and change while it is read: the next beat comes
             self.last_error = f"{type(error).__name__}: {error}"

@@ -22,6 +22,7 @@ __all__ = [
     "WIRE_VERSION",
     "Fields",
     "dump",
+    "for_people",
     "load",
     "number",
     "pointer_hash",
@@ -54,6 +55,13 @@ def dump(content: Mapping[str, Any]) -> bytes:
 
 def _checksum(body: bytes) -> bytes:
     return b',"~":"%s"}' % pointer_hash(body)[:16].encode("ascii")
+
+
+def for_people(content: Mapping[str, Any]) -> bytes:
+    """JSON without a checksum, of anything that a trainer may tell: what JSON doesn't know is text, and what it has no
+    word for (NaN, infinities) is null, so that one value can't make the rest unreadable."""
+    text = json.dumps(content, default=str)
+    return json.dumps(json.loads(text, parse_constant=lambda name: None)).encode("ascii")
 
 
 def load(data: bytes, key: str) -> _Json:
