@@ -43,12 +43,13 @@ class Collector:
 
     def collect(self, roster: Roster) -> None:
         """Delete what nobody can ask for any more, after `roster`'s round was applied."""
-        self._find_checkpoint(roster.round + 1)
+        tidies = bool(roster.present) and self._replica == min(roster.present)
+        self._find_checkpoint(roster.round + 1, tidies)
         floor = self.floor(roster.expected_next)
         doomed = [key for round in sorted(self._own) if round < floor for key in self._own[round]]
         for round in [round for round in self._own if round < floor]:
             del self._own[round]
-        if roster.present and self._replica == min(roster.present):
+        if tidies:
             doomed += self._sweep(floor)
         if doomed:
             self._store.delete(doomed)
@@ -74,12 +75,12 @@ class Collector:
     def _left_behind(self, round: int) -> list[str]:
         return [key for key in self._store.list(keys.round_prefix(round)) if key.split("/")[3] in ("in", "out")]
 
-    def _find_checkpoint(self, round: int) -> None:
+    def _find_checkpoint(self, round: int, tidies: bool) -> None:
         newest = round - round % self._every
         for candidate in (newest, newest - self._every):
             if candidate > self._checkpoint and there(self._store, keys.manifest(candidate)):
                 older, self._checkpoint = self._checkpoint, candidate
                 # Two generations are kept: someone may be reading the older one.
-                if self._replica == min(self._present, default=self._replica):
+                if tidies:
                     checkpoints.collect_checkpoints(self._store, older)
                 return

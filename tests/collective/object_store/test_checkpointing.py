@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from composer_replication.collective.object_store import checkpoints, keys
+from composer_replication.collective.object_store.garbage import Collector
+from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.errors import StoreRefused
 from composer_replication.store import MemoryStore
 from tests.collective.conformance import SCALAR, contribution, digest, snapshot
@@ -100,6 +102,23 @@ def test_closing_does_not_wait_for_a_whole_checkpoint() -> None:
         closing.join(timeout=30)
         assert not closing.is_alive()
         assert keys.manifest(1) not in store.list("checkpoints/")
+
+
+def test_old_contents_go_though_the_lowest_id_has_gone() -> None:
+    store = MemoryStore()
+    for number in range(5):
+        store.put(keys.checkpoint_blob(number, "0" * 32), b"contents")
+        store.put(keys.manifest(number), b"{}")
+    collector = Collector(store, 1, checkpoint=0, every=1)
+    for number in range(4):
+        reports = tuple(contribution(replica, number, SCALAR, torch.ones(1)).report for replica in (0, 1))
+        here = reports if number == 0 else reports[1:]  # replica 0 took part once, and then no more
+        roster = Roster(run="r", round=number, attempt=0, writer=(1, 1), kind="roster", others=here, expected_next=(1,))
+        collector.closed(roster)
+        collector.collect(roster)
+    contents = [key.split("/")[1] for key in store.list("checkpoints/") if not key.endswith(".json")]
+    assert contents == ["00000003", "00000004"], "two generations are kept"
+    assert len(store.list("checkpoints/")) == 5 + 2
 
 
 def test_a_period_longer_than_what_is_kept() -> None:
