@@ -240,11 +240,11 @@ class OuterLoop:
         buffer = torch.empty(max((chunk.elements for chunk in layout.chunks), default=0))
         contribution = Contribution(self.round, report, layout, lambda index: self._chunk(layout, index, buffer))
         outcome = self._collective.average(contribution)
-        present = {r.replica for r in (*outcome.members, *outcome.others)}
+        counted = next((r for r in (*outcome.members, *outcome.others) if r.replica == self.replica), None)
         summary = self._apply(outcome, layout, report, own_steps=self.steps, began=began)
         summary = dataclasses.replace(summary, phase_seconds={"norm": measured, **summary.phase_seconds})
-        if self.replica in present:
-            self.left = leaving
+        if counted is not None:
+            self.left = counted.leaving  # it may be what an earlier life has said, and that binds
         elif not self.ended:
             summary = dataclasses.replace(summary, fast_forward=summary.fast_forward + self._catch_up())
         return dataclasses.replace(summary, next_plan=self.plan, ended=self.ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import math
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from composer_replication.autoloco import AutoLoCoConfig, AutoLoCoPolicy, FixedPolicy, OuterConfig
 from composer_replication.autoloco.values import Policy, Preview
+from composer_replication.collective.base import Contribution, RoundOutcome
 from composer_replication.collective.in_process import InProcessFleet
 from composer_replication.diloco.loop import OuterLoop
 from composer_replication.diloco.repair import repair_optimizer_state
@@ -214,6 +216,36 @@ def test_resuming_gives_the_bits_of_the_uninterrupted_run(stop: int) -> None:
         assert mine["shared"] == theirs["shared"]
         for name in mine["momentum"]:
             assert torch.equal(mine["momentum"][name], theirs["momentum"][name])
+
+
+class EarlierLife:
+    """A collective that finds, in its first round, what an earlier process of this replica has contributed."""
+
+    def __init__(self, inner: Any, *, leaving: bool) -> None:
+        self._inner, self._leaving = inner, [leaving]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def average(self, contribution: Contribution) -> RoundOutcome:
+        report = contribution.report
+        if self._leaving:
+            report = dataclasses.replace(report, leaving=self._leaving.pop())
+        return self._inner.average(dataclasses.replace(contribution, report=report))
+
+
+def test_who_has_left_is_what_the_fleet_was_told() -> None:
+    inner = InProcessFleet(1, timeout_seconds=2.0).collectives()[0]
+    staying = make_replica(EarlierLife(inner, leaving=False))
+    staying.run(2)
+    staying.loop.finish(staying.preview())  # the fleet expects it: it takes its leave in another round
+    assert staying.loop.round == 2 and staying.loop.ended
+
+    inner = InProcessFleet(1, timeout_seconds=2.0).collectives()[0]
+    gone = make_replica(EarlierLife(inner, leaving=True))
+    gone.run(1)
+    gone.loop.close_interval(gone.preview())
+    assert gone.loop.left
 
 
 def test_state_of_another_replica_or_with_a_missing_key_is_refused() -> None:
