@@ -21,7 +21,7 @@ from composer_replication.collective.object_store.pointers import ChunkFact, Rea
 from composer_replication.collective.object_store.spool import Spool
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
 from composer_replication.collective.object_store.workers import Workers
-from composer_replication.errors import ObjectMissing, StoreError
+from composer_replication.errors import ObjectMissing
 from composer_replication.store.base import ObjectStore
 
 __all__ = ["MAX_LOOKS", "Inputs"]
@@ -129,7 +129,7 @@ class Inputs:
             data = self._store.get(key, max_bytes=max_bytes)
             self.keep(replica, index, ChunkFact(content_hash(data), len(data)), data)
             return True
-        except (StoreError, OSError):  # missing, or trouble, also with the spool's disk: whoever averages finds out
+        except Exception:  # missing, or trouble, also with memory or the spool's disk: whoever averages finds out
             return False
 
     def _incarnation(self, replica: int) -> int | None:

@@ -186,6 +186,25 @@ def test_a_restarted_writer_is_found_under_its_new_number() -> None:
     inputs.close()
 
 
+def test_a_read_ahead_that_fails_in_any_way_is_made_up_for() -> None:
+    class Tight(MemoryStore):
+        tight = True
+
+        def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+            if self.tight:
+                self.tight = False
+                raise MemoryError
+            return super().get(key, max_bytes=max_bytes)
+
+    store, fetched = Tight(), list[tuple[int, int]]()
+    store.put(keys.input_chunk(0, 0, 1, 1, 0), b"chunk")
+    inputs = scouting(store, fetched, {1: (0,)})
+    wait_until(lambda: not store.tight)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(list, inputs.stream([(ready(1, b"chunk"), 0)])).result(timeout=20) == [b"chunk"]
+    inputs.close()
+
+
 def test_a_stream_ends_early_without_a_thread_left() -> None:
     store, fetched = MemoryStore(), list[tuple[int, int]]()
     for index in range(20):
