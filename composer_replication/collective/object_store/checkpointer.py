@@ -55,14 +55,14 @@ class Checkpointer:
         self.settle()
         pending, self._pending = self._pending, None
         if pending is not None and (pending.round, pending.digest) == (roster.round, roster.base):
-            checkpoints.commit(self._store, pending, self._trace)
+            self._attempt(pending.round, lambda: checkpoints.commit(self._store, pending, self._trace))
 
     def leave_draft(self, digest: str) -> None:
         """There is no next roster: whoever finds that all have ended alike makes the draft a checkpoint."""
         self.settle()
         pending, self._pending = self._pending, None
         if pending is not None and pending.digest == digest:
-            checkpoints.put_draft(self._store, pending, self._trace)
+            self._attempt(pending.round, lambda: checkpoints.put_draft(self._store, pending, self._trace))
 
     def close(self) -> None:
         """Stop writing: what was begun can't be confirmed any more."""
@@ -74,20 +74,25 @@ class Checkpointer:
         self._pending = None
 
         def write() -> None:
-            try:
-                self._pending = checkpoints.write_blobs(
-                    self._store, self._run, snapshot, self._trace, abandoned=self._abandoned.is_set
-                )
-            except Abandoned:
-                pass
-            except ReplicationError as error:
-                _log.warning(
-                    "replica %d could not write the checkpoint of round %d to %s: %s",
-                    self._replica,
-                    snapshot.round,
-                    self._store.uri,
-                    error,
-                )
+            self._pending = checkpoints.write_blobs(
+                self._store, self._run, snapshot, self._trace, abandoned=self._abandoned.is_set
+            )
 
-        self._thread = threading.Thread(target=write, name=f"checkpoint-{self._replica}", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: self._attempt(snapshot.round, write), name=f"checkpoint-{self._replica}", daemon=True
+        )
         self._thread.start()
+
+    def _attempt(self, round: int, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Abandoned:
+            pass
+        except ReplicationError as error:
+            _log.warning(
+                "replica %d could not write the checkpoint of round %d to %s: %s",
+                self._replica,
+                round,
+                self._store.uri,
+                error,
+            )

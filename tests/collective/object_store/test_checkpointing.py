@@ -90,6 +90,23 @@ def test_a_checkpoint_that_cannot_be_written_is_missed(caplog: pytest.LogCapture
         assert [keys.manifest(n) in store.list("checkpoints/") for n in (1, 2)] == [False, True]
 
 
+def test_a_checkpoint_that_cannot_be_confirmed_is_missed(caplog: pytest.LogCaptureFixture) -> None:
+    class Refusing(MemoryStore):
+        def put_if_absent(self, key: str, data: Any) -> None:
+            if key == keys.manifest(1):
+                raise StoreRefused(f"{key}: not allowed")
+            super().put_if_absent(key, data)
+
+    store = Refusing()
+    with Fleet(2, store, checkpoint_every=1) as two, caplog.at_level(logging.WARNING, "composer_replication"):
+        two.round(0, {0: 1.0, 1: 1.0})
+        for collective in two.all:
+            collective.applied(lambda: snapshot(SCALAR, 1))
+        outcomes = two.round(1, {0: 3.0, 1: 5.0})
+        assert [scalar(outcome) for outcome in outcomes.values()] == [4.0, 4.0]
+        assert "could not write the checkpoint of round 1" in caplog.text and "not allowed" in caplog.text
+
+
 def test_closing_does_not_wait_for_a_whole_checkpoint() -> None:
     store = Gate()
     with Fleet(1, store, checkpoint_every=1) as one:
