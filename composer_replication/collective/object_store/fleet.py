@@ -166,7 +166,7 @@ def live_replicas(
     until = clock() + 2.0 * max((_interval(beat) for beat in watched.values()), default=0.0)
     while watched and clock() < until:
         pause(min(0.5, max(until - clock(), 0.0)))
-        for replica in [r for r, beat in watched.items() if heartbeat(store, r).get("counter") != beat.get("counter")]:
+        for replica in [r for r, beat in watched.items() if _moved(beat, heartbeat(store, r))]:
             alive.append(f"replica {replica} on {watched.pop(replica).get('host')}")
     return alive
 
@@ -203,9 +203,13 @@ def _beats(
     until = clock() + 2.0 * interval
     while clock() < until:
         pause(min(interval / 4, max(until - clock(), 0.0)))
-        if heartbeat(store, replica).get("counter") != first.get("counter"):
+        if _moved(first, heartbeat(store, replica)):
             return True
     return False
+
+
+def _moved(before: _Json, now: _Json) -> bool:
+    return bool(now) and now.get("counter") != before.get("counter")  # empty: it couldn't be read
 
 
 def heartbeat(store: ObjectStore, replica: int) -> _Json:

@@ -18,7 +18,7 @@ import torch
 from composer_replication.collective.layout import Layout, Slot
 from composer_replication.collective.object_store import ObjectStoreCollective, fleet, keys
 from composer_replication.collective.object_store.fleet import Process, claim_replica, numerics_probe, this_process
-from composer_replication.errors import Fenced, FleetMismatch, ReplicaTaken, RoundError, RoundTimeout
+from composer_replication.errors import Fenced, FleetMismatch, ReplicaTaken, RoundError, RoundTimeout, StoreUnavailable
 from composer_replication.store import MemoryStore
 from tests.collective.conformance import MIXED, SCALAR, begin, contribution, digest, snapshot
 from tests.collective.object_store.helpers import Fleet, attempt, join, scalar
@@ -91,6 +91,24 @@ def test_a_process_elsewhere_lives_while_its_heart_beats() -> None:
     still = FakeTime()
     assert claim(store, still) == 2
     assert still.now == pytest.approx(16.0), "two of its heartbeats were waited for"
+
+
+def test_a_heartbeat_that_cannot_be_read_for_a_moment_is_no_sign_of_life() -> None:
+    class Shaky(MemoryStore):
+        reads = 0
+
+        def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+            self.reads += key == keys.member(0)
+            if key == keys.member(0) and self.reads == 2:
+                raise StoreUnavailable("try later")
+            return super().get(key, max_bytes=max_bytes)
+
+    store = Shaky()
+    held_by(store, Process("far-away", "boot", "pid:[1]", 7, "99"), 1)
+    assert claim(store, FakeTime()) == 2 and store.reads > 2
+    store.reads, fake = 0, FakeTime()
+    held_by(store, Process("far-away", "boot", "pid:[1]", 7, "99"), 1)
+    assert fleet.live_replicas(store, [0], clock=fake.clock, pause=fake.sleep) == []
 
 
 def test_two_that_start_at_once_under_one_id() -> None:
