@@ -408,7 +408,8 @@ class ObjectStoreCollective:
             raise round_error(ending, self._store, plan.round, self._replica, layout)
         if ending.closed is None:
             return None
-        if self._patience is not None and usual and contribution is not None:
+        took_part = contribution is not None and self._replica in ending.closed.roster.present
+        if self._patience is not None and usual and took_part:  # a round that it came too late for it didn't wait in
             self._patience.saw(ending.closed.lateness)
         assert self._checkpointer is not None
         self._checkpointer.confirm(ending.closed.roster)

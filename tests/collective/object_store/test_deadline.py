@@ -67,6 +67,18 @@ def test_a_replica_that_is_always_slow_does_not_cost_the_time_out_in_each_round(
         assert time.monotonic() - began < LONG / 2
 
 
+def test_a_round_that_it_came_too_late_for_teaches_a_replica_nothing() -> None:
+    with Fleet(3, **SKIP) as fleet:
+        learn(fleet)
+        patience = fleet.all[2]._patience
+        assert patience is not None
+        learned = list(patience._waits)
+        fleet.round(2, {0: 3.0, 1: 5.0})
+        late = fleet.round(2, {2: 7.0})[2]
+        assert late.absent == {2: "not ready in time"} and late.lateness == {}
+        assert list(patience._waits) == learned, "it hasn't seen that nobody is late"
+
+
 def test_a_fixed_deadline_is_the_time_out() -> None:
     with Fleet(3, **{**SKIP, "deadline": "fixed", "timeout_seconds": 1.0}) as fleet:
         learn(fleet)
