@@ -58,7 +58,7 @@ class Rendezvous:
             raise ValueError(f"timeout_seconds must be greater than 0, got {timeout_seconds}")
         self.replica, self.ids, self.backend = replica, tuple(ids), backend
         self._timeout, self._clock, self._sleep = timeout_seconds, clock, sleep
-        self._generation = 0
+        self._generation, self._host = 0, ids[0]
         limit = timedelta(seconds=timeout_seconds)
         store: Any = _torch_dist.TCPStore(host, int(port), None, replica == self.ids[0], limit, wait_for_workers=False)
         self._store = _torch_dist.PrefixStore(f"composer-replication/{run}", store)
@@ -79,8 +79,25 @@ class Rendezvous:
     def regroup(self, fewest: int) -> Any:
         """A new group of those that come within the time limit; afterwards `ids` are theirs.
 
-        Raises RoundAborted, on all that came, if they are fewer than `fewest`; RoundTimeout on one that came too late.
+        Raises RoundAborted, on all that came, if they are fewer than `fewest`, or if the store is gone with the replica
+        that opened it; RoundTimeout on one that came too late.
         """
+        try:
+            members = self._gathered()
+        except RuntimeError as error:  # DistNetworkError, DistStoreError
+            text = str(error).partition("\n")[0]
+            raise RoundAborted(
+                f"replica {self._host} is gone, and with it the store of this meeting: {text}"
+            ) from error
+        if self.replica not in members:
+            raise RoundTimeout(f"replica {self.replica} came too late: the others went on as {list(members)}")
+        if len(members) < fewest:
+            raise RoundAborted(f"only replicas {list(members)} are left, and a round needs {fewest}")
+        self.ids = members
+        return self.form()
+
+    def _gathered(self) -> tuple[int, ...]:
+        """Who is in the next generation."""
         self._generation += 1
         place = f"generation-{self._generation}"
         self._store.set(f"{place}/here/{self.replica}", "1")
@@ -91,10 +108,4 @@ class Rendezvous:
                 self._store.compare_set(f"{place}/members", "", json.dumps(here))
                 break
             self._sleep(_POLL_SECONDS)
-        members = tuple(json.loads(self._store.get(f"{place}/members")))
-        if self.replica not in members:
-            raise RoundTimeout(f"replica {self.replica} came too late: the others went on as {list(members)}")
-        if len(members) < fewest:
-            raise RoundAborted(f"only replicas {list(members)} are left, and a round needs {fewest}")
-        self.ids = members
-        return self.form()
+        return tuple(json.loads(self._store.get(f"{place}/members")))

@@ -72,6 +72,10 @@ def test_strict_and_in_the_middle_of_a_round_the_run_ends_for_all() -> None:
     assert run("skip", 2, "inside") == {0: "RoundAborted", 1: "RoundAborted"}
 
 
+def test_without_the_replica_that_opened_the_store_the_run_ends() -> None:
+    assert run("skip", 0, "between") == {1: "RoundAborted", 2: "RoundAborted"}
+
+
 def too_few(rank: int, address: str) -> str:
     made = begin(rank, address, 1.0, "skip")
     if rank:
