@@ -104,13 +104,15 @@ def claim_replica(
         last = max([*found, met])
         if last and not there(store, keys.closed(replica, last)):
             _refuse_if_alive(store, replica, last, me, heartbeat_seconds, clock, pause)
-        key, claim = keys.claim(replica, last + 1), dump({"wire": WIRE_VERSION, "replica": replica, **asdict(me)})
+        key, mark = keys.claim(replica, last + 1), os.urandom(8).hex()  # of this very call
+        claim = dump({"wire": WIRE_VERSION, "replica": replica, "mark": mark, **asdict(me)})
         trace("before:claim")
         try:
             store.put_if_absent(key, claim)
         except ObjectExists:
-            met = last + 1  # someone else has started under this id: look at that one, which a listing may not show yet
-            continue
+            if not _holds(store, key, claim):  # else it was a try of ours that seemed to fail
+                met = last + 1  # someone else has started under this id: a listing may not show that one yet
+                continue
         trace("after:claim")
         try:
             store.put_if_absent(key, claim)
@@ -121,6 +123,13 @@ def claim_replica(
             "use a store, or a mount, whose create-if-absent is honest, or keep only the blobs there and the pointers "
             "in such a store (control=...; docs/stores.md)"
         )
+
+
+def _holds(store: ObjectStore, key: str, data: bytes) -> bool:
+    try:
+        return store.get(key, max_bytes=MAX_POINTER_BYTES) == data
+    except (ObjectMissing, ObjectCorrupt):
+        return False
 
 
 def _refuse_if_alive(

@@ -18,7 +18,15 @@ import torch
 from composer_replication.collective.layout import Layout, Slot
 from composer_replication.collective.object_store import ObjectStoreCollective, fleet, keys
 from composer_replication.collective.object_store.fleet import Process, claim_replica, numerics_probe, this_process
-from composer_replication.errors import Fenced, FleetMismatch, ReplicaTaken, RoundError, RoundTimeout, StoreUnavailable
+from composer_replication.errors import (
+    Fenced,
+    FleetMismatch,
+    ReplicaTaken,
+    RoundError,
+    RoundTimeout,
+    StoreError,
+    StoreUnavailable,
+)
 from composer_replication.store import MemoryStore
 from tests.collective.conformance import MIXED, SCALAR, begin, contribution, digest, snapshot
 from tests.collective.object_store.helpers import Fleet, attempt, join, scalar
@@ -115,6 +123,23 @@ def test_two_that_start_at_once_under_one_id() -> None:
     store = MemoryStore()
     results = run_threads([lambda: attempt(lambda: begin(join(store, 0, 1), SCALAR)) for _ in range(4)])
     assert sum(isinstance(result, ReplicaTaken) for result in results) == 3
+
+
+def test_a_claim_whose_answer_was_lost_is_one_s_own() -> None:
+    class Lossy(MemoryStore):
+        lost = False
+
+        def put_if_absent(self, key: str, data: Any) -> None:
+            super().put_if_absent(key, data)
+            if key == keys.claim(0, 1) and not self.lost:
+                self.lost = True
+                raise StoreError("an input/output error, after the deed")
+
+    store = Lossy()
+    one = join(store, 0, 1, sleep=lambda seconds: None)
+    begin(one, SCALAR)
+    one.close()
+    assert [key for key in store.list("claims/0/") if not key.endswith("closed")] == ["claims/0/1"]
 
 
 def test_an_outclaimed_process_stops() -> None:
