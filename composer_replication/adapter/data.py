@@ -2,8 +2,8 @@
 
 Invariant: equal first batches are found by their content, whatever loader they came from.
 
-The data is cut into as many shards as the run began with replicas, and that stays so: a replica that joins later (its id
-is `replicas` or more) reads shard id mod replicas from its beginning, which another one has read before it.
+The data is cut into as many shards as the run began with replicas, and that stays so: a replica that joins later (its
+id is `replicas` or more) reads shard id mod replicas from its beginning, which another one has read before it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 
 from composer_replication.diloco.ranks.channel import Ranks
 
-__all__ = ["latest_checkpoint", "write_checkpoint", "write_folder"]
+__all__ = ["latest_checkpoint", "names_replica", "write_checkpoint", "write_folder"]
 
 _NAME = re.compile(r"(?:fit-(\d{3,})-)?round-(\d{6,})-step-(\d{9,})\.ckpt")
 _DRAFT = re.compile(r"\..*\.ckpt\.(\d+)")
@@ -30,6 +30,11 @@ def latest_checkpoint(directory: str | os.PathLike[str], replica: int) -> str | 
     """
     found = _complete(Path(directory) / f"replica-{replica}")
     return str(found[-1]) if found else None
+
+
+def names_replica(path: str, replica: int) -> bool:
+    """Is the replica's number in the last three names of a path? Further up it says nothing about replicas."""
+    return re.search(rf"(?<!\d){replica}(?!\d)", "/".join(Path(path).parts[-3:])) is not None
 
 
 def write_checkpoint(

@@ -67,8 +67,8 @@ class Fit(Driver):
         super().start(saved)
         if saved is None and self.loop.round > 0 and not self.loop.ended:
             self.say(
-                f"no checkpoint of its own: joined the fleet at round {self.loop.round}; its optimizer starts anew (use "
-                "autoresume, or checkpoint_dir and Trainer(load_path=latest_checkpoint(...)), to resume exactly)"
+                f"no checkpoint of its own: joined the fleet at round {self.loop.round}; its optimizer starts anew "
+                "(use autoresume, or checkpoint_dir and Trainer(load_path=latest_checkpoint(...)), to resume exactly)"
             )
 
     # -- events --------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ its whole world at every step, so a world that spans replicas would undo all tha
 from __future__ import annotations
 
 import os
-import re
 import warnings
 
 import torch
@@ -16,6 +15,7 @@ from composer.core import State
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_replication.adapter.files import names_replica
 from composer_replication.isolate import Identity, read_rank
 
 __all__ = ["check_savers", "check_state", "check_world"]
@@ -67,7 +67,7 @@ def check_savers(state: State, identity: Identity) -> None:
     for callback in state.callbacks:
         if isinstance(callback, CheckpointSaver):
             folder = str(callback.folder).replace("{run_name}", state.run_name)
-            if not re.search(rf"(?<!\d){identity.replica}(?!\d)", folder):
+            if not names_replica(folder, identity.replica):
                 warnings.warn(
                     f"save_folder={callback.folder!r} doesn't name the replica: if replicas share that folder, their "
                     "files mix; put {run_name} into it and set RUN_NAME (composer_replication.run adds "

@@ -6,14 +6,13 @@ Invariant: replicas that share a disk never write to the same default folder.
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from composer_replication.adapter.files import write_checkpoint, write_folder
+from composer_replication.adapter.files import names_replica, write_checkpoint, write_folder
 from composer_replication.diloco.ranks.channel import Ranks
 from composer_replication.isolate import Identity
 
@@ -46,7 +45,7 @@ def separate_checkpoints(trainer: Trainer, identity: Identity) -> None:
             continue
         if callback.dirpath is None:
             callback.dirpath = os.path.join(_default_folder(trainer), own)
-        elif not re.search(rf"(?<!\d){identity.replica}(?!\d)", str(callback.dirpath)):
+        elif not names_replica(str(callback.dirpath), identity.replica):
             warnings.warn(
                 f"ModelCheckpoint(dirpath={str(callback.dirpath)!r}) doesn't name the replica: if replicas share that "
                 f"folder, their files mix; leave dirpath out, or put {own} into it",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,8 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from composer_replication.collective.in_process import InProcessCollective, InProcessFleet
 from composer_replication.lightning import AutoLoCoCallback
-
-_SEEDING = threading.Lock()
+from tests.support.seeded import seeded
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -48,9 +46,7 @@ class Tiny(pl.LightningModule):
 
     def __init__(self, *, lr: float = 0.05, seed: int = 0, optimizer: str = "sgd", scheduler: bool = False) -> None:
         super().__init__()
-        with _SEEDING:  # threads share torch's generator
-            torch.manual_seed(seed)
-            self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+        self.net = seeded(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)), seed)
         self.lr, self.kind, self.scheduler = lr, optimizer, scheduler
         self.seen: list[list[int]] = []
         self.losses: list[float] = []

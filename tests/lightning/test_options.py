@@ -164,7 +164,8 @@ def test_a_shared_checkpoint_folder_is_told(tmp_path: Path) -> None:
     collectives = InProcessFleet(2, timeout_seconds=0.01).collectives()
     ours = callback(collectives[1])
     fit = Trainer(
-        **{**QUIET, "enable_checkpointing": True}, callbacks=[ours, ModelCheckpoint(dirpath=tmp_path / "all")]
+        **{**QUIET, "enable_checkpointing": True},
+        callbacks=[ours, ModelCheckpoint(dirpath=tmp_path / "of" / "the" / "run")],
     )
     with pytest.warns(UserWarning, match="doesn't name the replica.*replica-1"):
         ours.setup(fit, Tiny(), "fit")

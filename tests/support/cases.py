@@ -6,7 +6,6 @@ trainer wraps it as the attribute `core` of its own module.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-__all__ = ["CASES", "Case", "Plain"]
+from tests.support.seeded import seeded
 
-_SEEDING = threading.Lock()
+__all__ = ["CASES", "Case", "Plain"]
 
 
 class Plain(nn.Module):
@@ -25,9 +24,7 @@ class Plain(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        with _SEEDING:  # threads share torch's generator
-            torch.manual_seed(seed)
-            self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+        self.net = seeded(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)), seed)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
@@ -53,9 +50,7 @@ class Branching(Plain):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        with _SEEDING:
-            torch.manual_seed(seed + 100)
-            self.unused = nn.Linear(3, 3)
+        self.unused = seeded(nn.Linear(3, 3), seed + 100)
 
 
 class Tied(Plain):
@@ -63,9 +58,7 @@ class Tied(Plain):
 
     def __init__(self, seed: int) -> None:
         super().__init__(0)
-        with _SEEDING:
-            torch.manual_seed(0)
-            self.norm, self.tied = nn.BatchNorm1d(6), nn.Linear(6, 6, bias=False)
+        self.norm, self.tied = nn.BatchNorm1d(6), seeded(nn.Linear(6, 6, bias=False), 0)
         self.also = nn.Linear(6, 6, bias=False)
         self.also.weight = self.tied.weight
         self.register_buffer("scratch", torch.full((2,), float(seed)), persistent=False)

@@ -6,7 +6,6 @@ A `Core` is what is trained; a `Kind` puts it into its Trainer, with our adapter
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,7 +40,6 @@ __all__ = [
     "weights",
 ]
 
-_SEEDING = threading.Lock()
 Optimize = Callable[[nn.Module], tuple[Any, Any]]  # the module -> (optimizer, scheduler for every step or None)
 
 

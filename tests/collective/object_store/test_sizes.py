@@ -16,6 +16,7 @@ from composer_replication.collective.object_store import checkpoints, keys
 from composer_replication.collective.object_store.ending import close_run
 from composer_replication.collective.object_store.history import closed_roster
 from composer_replication.collective.object_store.tidy import plan_tidy
+from composer_replication.collective.object_store.wire import dump, load
 from composer_replication.diloco.export import read_shared_weights
 from composer_replication.errors import ObjectCorrupt, ReplicationError
 from composer_replication.store import MemoryStore
@@ -161,17 +162,17 @@ def test_an_oversized_object_of_every_kind(mode: str, runs: dict[str, MemoryStor
 def test_a_pointer_that_names_a_terabyte(runs: dict[str, MemoryStore]) -> None:
     """A size that no chunk has isn't passed on to the store as a bound: a manifest's, a mean's."""
     store = runs["sharded"]
-    manifest = json.loads(store.get(keys.manifest(1)))
+    manifest = load(store.get(keys.manifest(1)), keys.manifest(1))
     manifest["anchor"][0][1] = HUGE
     view = Bounded(store)
-    view.put(keys.manifest(1), json.dumps(manifest).encode())
+    view.put(keys.manifest(1), dump(manifest))
     with pytest.raises(ObjectCorrupt, match=f"says {HUGE} bytes, which its layout doesn't come to"):
         checkpoints.read(view, str(manifest["run"]), 1)
     assert view.unbounded == []
-    verdict = json.loads(store.get(keys.mean(1, 0, 0)))
+    verdict = load(store.get(keys.mean(1, 0, 0)), keys.mean(1, 0, 0))
     verdict["chunks"][0][1] = HUGE
     view = Bounded(store)
-    view.put(keys.mean(1, 0, 0), json.dumps(verdict).encode())
+    view.put(keys.mean(1, 0, 0), dump(verdict))
     with pytest.raises(ReplicationError):
         resumed(view)
     assert view.unbounded == []
