@@ -6,6 +6,7 @@ EXTRAS ?= dev,composer,torchft
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 OVERRIDES ?=
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-faults reliability check lint types format clean
@@ -23,13 +24,13 @@ quickstart: $(STAMP) ## Train a small language model on four replicas, about thr
 	$(RUN)/composer-replication launch recipes/quickstart.yaml $(OVERRIDES)
 
 test: $(STAMP) ## Run the tests (under ten minutes on two cores)
-	$(RUN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(RUN)/python -m pytest -m "not slow" -n $(WORKERS) $(PYTEST_ARGS)
 
 test-faults: $(STAMP) ## Run the long fault suite: replicas killed at every step
-	$(RUN)/python -m pytest -m slow -n 2 $(PYTEST_ARGS)
+	$(RUN)/python -m pytest -m slow -n $(WORKERS) $(PYTEST_ARGS)
 
 reliability: $(STAMP) ## Run all of the fault suite and write docs/reliability.md's table
-	$(RUN)/python -m tests.faults.report $(PYTEST_ARGS)
+	$(RUN)/python -m tests.faults.report -n $(WORKERS) $(PYTEST_ARGS)
 
 check: lint types ## Lint and type-check
 

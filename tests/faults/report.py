@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> int:
         return int(code)
     recorder.row_of = everything.row_of
     RESULTS.parent.mkdir(exist_ok=True)
-    if not arguments:
+    if "-k" not in arguments:
         RESULTS.write_text("")
     RESULTS.touch()
     code = pytest.main([*PLACES, "-m", "fault", "-q", *arguments], plugins=[recorder])
