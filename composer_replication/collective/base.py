@@ -38,6 +38,7 @@ class Report:
     layout: str  # fingerprint of the tensors that were trained in this interval
     weight: float = 1.0  # share in the mean, before normalisation; 1 for all, or the tokens seen
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # for people: loss, tokens per second
+    longest_wait_seconds: float | None = None  # for the last of the others, in the round before; None: it can't tell
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import os
 import random
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -95,7 +96,7 @@ class ObjectStoreCollective:
         min_replicas: under skip, how many a round needs; more than half of the fleet unless given.
         timeout_seconds: how long after its own contribution a replica waits for the others'.
         deadline: under skip, where enough replicas are there: "adaptive" waits for the others twice as long as they
-            have made this replica wait in the last rounds, at least `deadline_floor_seconds` and a quarter of the
+            have made anyone wait in the last rounds, at least `deadline_floor_seconds` and a quarter of the
             interval's own time, at most `timeout_seconds`; "fixed" always waits `timeout_seconds`.
         deadline_floor_seconds: see `deadline`.
         start_timeout_seconds: the same for the beginning: the first state, round 0, and the first round of a resumed
@@ -204,6 +205,8 @@ class ObjectStoreCollective:
         self._layouts: set[str] = set()
         self._left = False
         self._waited = 0.0
+        self._longest: float | None = None  # wait for one of the others in the last round
+        self._present: deque[frozenset[int]] = deque(maxlen=2)  # in the last rounds
         self._interval_began: float | None = None  # when the last round was applied
         self._closed = False
 
@@ -373,7 +376,10 @@ class ObjectStoreCollective:
             timing = replace(timing, timeout_seconds=max(timing.timeout_seconds, self._start_timeout))
         elif self._patience is not None and self._interval_began is not None:
             interval = self._clock() - self._interval_began
-            timing = replace(timing, patience_seconds=self._patience.seconds(interval))
+            # Two rounds: how late it was in the first one that it came to again is told in the second.
+            others = set(plan.expected) - {self._replica}
+            returning = any(not others <= present for present in self._present)
+            timing = replace(timing, patience_seconds=self._patience.seconds(interval, returning=returning))
         policy = self._policy
         if self._entrants is not None:
             policy = replace(policy, fleet=self._entrants.look())
@@ -384,7 +390,7 @@ class ObjectStoreCollective:
             replica=self._replica,
             incarnation=self._incarnation,
             layout=layout.fingerprint,
-            report=None if contribution is None else contribution.report,
+            report=None if contribution is None else replace(contribution.report, longest_wait_seconds=self._longest),
             wait=wait,
             announce=not self._left and round >= self._stand.tip - 1,
             first_attempt=self._stand.attempts.get(round, 0),
@@ -409,8 +415,11 @@ class ObjectStoreCollective:
         if ending.closed is None:
             return None
         took_part = contribution is not None and self._replica in ending.closed.roster.present
-        if self._patience is not None and usual and took_part:  # a round that it came too late for it didn't wait in
-            self._patience.saw(ending.closed.lateness)
+        # In a round that it came too late for it didn't wait, and in the first one others may have been starting still.
+        self._longest = max((0.0, *ending.closed.lateness.values())) if usual and took_part else None
+        if self._patience is not None:
+            reports = (*ending.closed.roster.members, *ending.closed.roster.others)
+            self._patience.saw(report.longest_wait_seconds for report in reports)
         assert self._checkpointer is not None
         self._checkpointer.confirm(ending.closed.roster)
         self._advance(ending.closed)
@@ -439,6 +448,7 @@ class ObjectStoreCollective:
         roster, stand = closed.roster, self._stand
         assert stand is not None and self._heart is not None and self._collector is not None
         self._roster = roster
+        self._present.append(roster.present)
         self._incarnations |= closed.incarnations
         reports = (*roster.members, *roster.others)
         if roster.round >= stand.joined_at:

@@ -121,6 +121,10 @@ class Fields:
     def number(self, name: str) -> float:
         return number(self.raw(name), name)
 
+    def number_or_none(self, name: str) -> float | None:
+        """None also where there is no such field: what was added later may be missing."""
+        return None if self._content.get(name) is None else self.number(name)
+
     def several(self, name: str, of: Callable[[Any, str], _T]) -> tuple[_T, ...]:
         value = self.raw(name)
         if not isinstance(value, list):
@@ -171,7 +175,12 @@ def report_to_json(report: Report) -> _Json:
         "layout": report.layout,
         "weight": float(report.weight).hex(),
         "metrics": {name: float(value).hex() for name, value in report.metrics.items()},
+        "longest_wait_seconds": _wait_to_json(report.longest_wait_seconds),
     }
+
+
+def _wait_to_json(seconds: float | None) -> str | None:
+    return None if seconds is None else float(seconds).hex()
 
 
 def report_from_json(content: Any, name: str = "report") -> Report:
@@ -191,7 +200,11 @@ def report_from_json(content: Any, name: str = "report") -> Report:
         layout=fields.text("layout"),
         weight=fields.number("weight"),
         metrics=fields.by_name("metrics", number),
+        longest_wait_seconds=fields.number_or_none("longest_wait_seconds"),
     )
+    wait = report.longest_wait_seconds
+    if wait is not None and not (math.isfinite(wait) and wait >= 0):
+        raise ValueError("'longest_wait_seconds' is not a finite number >= 0")
     if not (math.isfinite(report.weight) and report.weight >= 0):
         raise ValueError("'weight' is not a finite number >= 0")
     return report
