@@ -156,8 +156,14 @@ class Ranks:
     def close(self) -> None:
         """Let go of the group. Harmless when called again, and where the trainer's own is gone."""
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        if group is None or not dist.is_initialized():
+            return
+        # The backend ends by joining its threads, which may still need the interpreter to let go of the last message:
+        # torch before 2.8 holds on to it when the backend goes with its group, and hangs; not when it goes after it.
+        backend = group._get_backend(torch.device("cpu"))
+        dist.destroy_process_group(group)
+        del group
+        del backend
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -186,7 +192,8 @@ class Ranks:
         try:
             return call()
         except RuntimeError as error:  # gloo's, whatever happened
-            raise RankLost(f"another rank of this replica has died or gone silent: {error}") from error
+            cause = error.with_traceback(None)  # whose frames would hold the group beyond `close`
+            raise RankLost(f"another rank of this replica has died or gone silent: {error}") from cause
 
 
 def _alike(error: BaseException) -> BaseException:
