@@ -8,12 +8,23 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 __all__ = ["World", "free_port"]
 
 _STUCK_SECONDS = 60  # then it says where
+_servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
+
+
+def _server(preload: Sequence[str]) -> forkserver.ForkServer:
+    """One for each list of imports: that of multiprocessing keeps the list that it was started with, whoever asks."""
+    if tuple(preload) not in _servers:
+        server = _servers[tuple(preload)] = forkserver.ForkServer()
+        server.set_forkserver_preload(list(preload))
+    return _servers[tuple(preload)]
 
 
 def free_port() -> int:
@@ -53,7 +64,7 @@ class World:
         **environ: str,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(preload))
+        connect = _server(preload).connect_to_new_process
         port = port or free_port()
         self.pipes: dict[int, Connection] = {}
         self.processes: dict[int, Any] = {}
@@ -63,7 +74,8 @@ class World:
             launcher |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             launcher |= {"OMP_NUM_THREADS": "1", **environ}
             process = context.Process(target=_child, args=(script, (rank, *arguments), launcher, theirs), daemon=True)
-            process.start()
+            with mock.patch.object(forkserver, "connect_to_new_process", connect):
+                process.start()
             theirs.close()
             self.pipes[rank], self.processes[rank] = mine, process
 
