@@ -21,7 +21,7 @@ class Patience:
     """Seconds after its own contribution for which a replica waits when enough of the others are there.
 
     Twice the longest wait of any replica in the last eight rounds, but at least `floor_seconds` and a quarter of the
-    time that the interval took; twice as long while someone is expected who wasn't in both of the last two rounds; and at
+    time that the interval took; twice as long while someone is expected who missed one of the last two rounds; and at
     most `ceiling_seconds`. Before there is a round to learn from, `ceiling_seconds`. Only waits that ended with a
     contribution count: a replica that never comes in time teaches the others nothing.
 

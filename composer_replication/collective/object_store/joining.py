@@ -30,6 +30,8 @@ from composer_replication.store.base import ObjectStore
 
 __all__ = ["Standpoint", "check_known", "enter_epoch", "first_state", "fleet_sizes", "standpoint"]
 
+MAX_READS = 3  # of checkpoints, each of which was passed by while it was read
+
 
 def first_state(
     store: ObjectStore,
@@ -42,18 +44,33 @@ def first_state(
     trace: Callable[[str], None],
 ) -> Snapshot:
     """The fleet's newest checkpoint: of a run that is over, its last state. The lowest id writes the first one; the
-    others `wait` for it."""
+    others `wait` for it. One that took so long to read that the rounds since are gone is left for the next newest;
+    after the third, StoreError."""
     if offered.round != 0:
         raise ValueError(f"a fresh start offers round 0, got {offered.round}")
+    overtaken: list[int] = []  # checkpoints, while they were read
     while True:
+        if len(overtaken) == MAX_READS:
+            raise StoreError(
+                f"replica {replica} has read {MAX_READS} checkpoints of {store.uri} (rounds "
+                f"{', '.join(map(str, overtaken))}), and each time the fleet had written a newer one and deleted the "
+                "rounds between them before the reading was done: checkpoint_every is too short for this link; begin "
+                "the run with a larger one, or give this replica a faster link to the store"
+            )
         newest = checkpoints.latest_round(store)
         if newest is None and there(store, keys.manifest(0)):  # a listing may be behind
             newest = 0
         if newest is not None:
             try:
-                return checkpoints.read(store, run, newest)
+                found = checkpoints.read(store, run, newest)
+                if not _passed_by(store, run, newest):
+                    return found
+                del found  # two of them may not fit into memory
+                overtaken.append(newest)
+                continue
             except (ObjectMissing, ObjectCorrupt) as error:
                 if checkpoints.latest_round(store) not in (newest, None):
+                    overtaken.append(newest)
                     continue  # it was collected while it was read: there is a newer one
                 return _older_state(store, run, newest, error)
         if replica == lowest:
@@ -63,6 +80,13 @@ def first_state(
                 return offered  # what was written just now needn't be read back, nor held twice
             continue
         wait()
+
+
+def _passed_by(store: ObjectStore, run: str, round: int) -> bool:
+    """Is there a newer checkpoint by now, and no way to it by the rounds between? (Without a newer one, nothing since
+    has been collected.)"""
+    newest = checkpoints.latest_round(store)
+    return newest is not None and not all(can_follow(store, run, passed) for passed in range(round, newest))
 
 
 def _older_state(store: ObjectStore, run: str, newest: int, error: StoreError) -> Snapshot:

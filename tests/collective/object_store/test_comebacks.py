@@ -15,7 +15,7 @@ import torch
 
 from composer_replication.collective.layout import Layout, Slot
 from composer_replication.collective.object_store import keys
-from composer_replication.errors import FleetMismatch, ObjectCorrupt, ReplicaTaken, RoundAborted
+from composer_replication.errors import FleetMismatch, ObjectCorrupt, ReplicaTaken, RoundAborted, StoreError
 from composer_replication.store import LocalStore, MemoryStore
 from composer_replication.store.local import ABANDONED_SECONDS
 from tests.collective.conformance import SCALAR, contribution, snapshot
@@ -121,8 +121,8 @@ def test_a_damaged_claim_whose_holder_lives_is_respected() -> None:
 # -- checkpoints
 
 
-def trained(every: int, rounds: int) -> MemoryStore:
-    store = MemoryStore()
+def trained(every: int, rounds: int, store: MemoryStore | None = None) -> MemoryStore:
+    store = store if store is not None else MemoryStore()
     run_threads(
         [lambda r=r: run_toy(Toy.fresh(r), join(store, r, 2, checkpoint_every=every), rounds) for r in range(2)]
     )
@@ -155,6 +155,47 @@ def test_no_older_checkpoint_whose_rounds_are_there() -> None:
         ObjectCorrupt, match=r"newest checkpoint \(round 8 .*Start this replica with a checkpoint of its"
     ):
         run_toy(Toy.fresh(1), join(store, 1, 2, checkpoint_every=4), 10)
+
+
+class Passing(MemoryStore):
+    """A run that goes on while its checkpoints are read: after the first chunk of one, its next one is there, and what
+    lies between them is gone. As often as `moves` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown, self.moves, self.keeps = 0, 0, True
+
+    def delete(self, keys: Any) -> None:
+        if not self.keeps:
+            super().delete(keys)
+
+    def list(self, prefix: str) -> list[str]:
+        found = super().list(prefix)
+        return [key for key in found if self.keeps or (keys.manifest_round(key) or 0) <= self.shown]
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        data = super().get(key, max_bytes=max_bytes)
+        if self.moves and key.startswith(keys.checkpoint(self.shown)) and key != keys.manifest(self.shown):
+            self.moves -= 1
+            for round in (self.shown, self.shown + 1):
+                self.delete([key for key in self.list(keys.round_prefix(round)) if keys.is_blob(key)])
+            self.shown += 2
+        return data
+
+
+@pytest.mark.parametrize("moves", [1, 2, 3])
+def test_a_joiner_that_reads_longer_than_a_checkpoint_period(moves: int) -> None:
+    store = Passing()
+    trained(2, 10, store)
+    digest = json.loads(store.get("results/0.json"))["digest"]
+    store.keeps, store.shown, store.moves = False, 2, moves
+    collective = join(store, 1, 2, checkpoint_every=2)
+    if moves == 3:
+        with pytest.raises(StoreError, match=r"\(rounds 2, 4, 6\).*checkpoint_every is too short for this link"):
+            run_toy(Toy.fresh(1), collective, 10)
+        return
+    late = run_toy(Toy.fresh(1), collective, 10)
+    assert late.digest == digest and late.applied[0][0] == 2 + 2 * moves
 
 
 # -- other tensors
