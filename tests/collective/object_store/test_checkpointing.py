@@ -138,6 +138,40 @@ def test_old_contents_go_though_the_lowest_id_has_gone() -> None:
     assert len(store.list("checkpoints/")) == 5 + 2
 
 
+class Untidy(MemoryStore):
+    """Deletes or lists nothing (heartbeats and starting need no listing of rounds), as long as it is refused."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def delete(self, keys: Any) -> None:
+        if self.what == "delete":
+            raise StoreRefused("not allowed to delete")
+        super().delete(keys)
+
+    def list(self, prefix: str) -> list[str]:
+        if self.what == "list" and prefix.startswith("rounds/"):
+            raise StoreRefused("not allowed to list")
+        return super().list(prefix)
+
+
+@pytest.mark.parametrize("what", ["delete", "list"])
+def test_a_store_that_cannot_be_tidied_ends_no_run(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = Untidy(what)
+    with Fleet(2, store, checkpoint_every=1, mode="direct") as fleet, caplog.at_level(logging.WARNING):
+        for number in range(7):
+            fleet.round(number, {0: 1.0, 1: 1.0})
+            run_threads([lambda c=c, n=number: c.applied(lambda: snapshot(SCALAR, n + 1)) for c in fleet.all])
+            if number == 5:
+                lines = [record.message for record in caplog.records if "can't delete" in record.message]
+                assert sorted(line[:9] for line in lines) == ["replica 0"] + ["replica 1"] * (what == "delete")
+                assert any("/in/" in key and "/00000000/" in key for key in MemoryStore.list(store, "rounds/"))
+                store.what = ""
+        left = {keys.round_of(key) for key in store.list("rounds/") if "/in/" in key}
+    assert min(round for round, _ in left) >= 3, sorted(left)  # type: ignore[misc, type-var]
+
+
 def test_a_period_longer_than_what_is_kept() -> None:
     """Blobs back to the newest checkpoint stay, however many rounds that is, and a newcomer follows them all."""
     store = MemoryStore()
