@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from composer_replication.cli.live import FleetView, Row, Screen
-from composer_replication.cli.resume import prepare_resume
+from composer_replication.cli.resume import begins_epoch, prepare_resume
+from composer_replication.cli.same_run import check_same_run
 from composer_replication.cli.summary import summarise
 from composer_replication.cli.view import RunReader
 from composer_replication.collective.object_store import keys
@@ -57,7 +58,13 @@ def launch(path: str, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
     assert recipe.output is not None and recipe.store.uri is not None
     folder = Path(recipe.output)
     store = store if store is not None else _open(recipe.store)
-    resumed = prepare_resume(store, folder, recipe.fleet.replicas) if resume else ""
+    resumed = ""
+    if resume:
+        new_epoch = begins_epoch(store, folder, recipe.fleet.replicas)
+        if ended := check_same_run(recipe, store, folder / RECIPE_FILE, new_epoch=new_epoch):
+            print(ended)
+            return 0
+        resumed = prepare_resume(store, folder, recipe.fleet.replicas)
     (folder / RECIPE_FILE).write_text(to_yaml(recipe), encoding="utf-8")
     executor = _executor(recipe, folder)
     specs = [

@@ -15,7 +15,17 @@ from composer_replication.diloco.serverless.replica import CHECKPOINTS
 from composer_replication.errors import ObjectCorrupt
 from composer_replication.store import ObjectStore
 
-__all__ = ["prepare_resume"]
+__all__ = ["begins_epoch", "prepare_resume"]
+
+
+def begins_epoch(store: ObjectStore, folder: Path, replicas: int) -> bool:
+    """Whether `prepare_resume` will begin a new epoch. Reads only."""
+    try:
+        found = reach(store)
+    except ObjectCorrupt:
+        return False  # or it can't be resumed at all, which `prepare_resume` says
+    rounds = [_own_round(folder, replica) for replica in range(replicas)]
+    return found is not None and not found.finished and _new_epoch(found, replicas, rounds)
 
 
 def prepare_resume(store: ObjectStore, folder: Path, replicas: int) -> str:
