@@ -9,6 +9,7 @@ import tempfile
 import threading
 from typing import IO
 
+from composer_replication.errors import StoreError
 from composer_replication.store.base import Buffer
 
 __all__ = ["SPOOL_BYTES", "Spool"]
@@ -20,19 +21,46 @@ class Spool:
     def __init__(self, max_bytes: int = SPOOL_BYTES) -> None:
         self._file: IO[bytes] = tempfile.SpooledTemporaryFile(max_size=max_bytes)  # noqa: SIM115
         self._lock = threading.Lock()
+        self._bytes = 0
+        self._trouble = ""
 
     def put(self, data: Buffer) -> int:
-        """Where the bytes begin. Raises ValueError when closed."""
+        """Where the bytes begin. Raises ValueError when closed, StoreError when there is no room."""
         with self._lock:
-            offset = self._file.seek(0, 2)
-            self._file.write(data)
+            self._check()
+            try:
+                offset = self._file.seek(0, 2)
+                self._file.write(data)
+            except OSError as error:
+                raise self._failed(error, self._bytes + len(data)) from error
+            self._bytes = offset + len(data)
             return offset
 
     def get(self, offset: int, size: int) -> bytes:
         with self._lock:
-            self._file.seek(offset)
-            return self._file.read(size)
+            self._check()
+            try:
+                self._file.seek(offset)
+                return self._file.read(size)
+            except OSError as error:
+                raise self._failed(error, self._bytes) from error
 
     def close(self) -> None:
         with self._lock:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError:  # what couldn't be written needn't be any more
+                pass
+
+    def _check(self) -> None:
+        # Some of what is in the file may be lost with the write that failed: nothing of it is used any more.
+        if self._trouble:
+            raise StoreError(self._trouble)
+
+    def _failed(self, error: OSError, needed: int) -> StoreError:
+        self._trouble = (
+            f"the temporary folder {tempfile.gettempdir()} can't hold the {needed:,} bytes that this round has set "
+            f"aside so far ({error.strerror or error}): free some space there, or name another folder in "
+            "TMPDIR; a round needs there up to twice its encoded size"
+        )
+        return StoreError(self._trouble)

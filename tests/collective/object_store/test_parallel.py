@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -23,7 +25,7 @@ from composer_replication.collective.object_store.pointers import ChunkFact, Rea
 from composer_replication.collective.object_store.roster import divide, shard_range
 from composer_replication.collective.object_store.spool import Spool
 from composer_replication.collective.object_store.workers import Workers
-from composer_replication.errors import ObjectMissing
+from composer_replication.errors import ObjectMissing, StoreError
 from composer_replication.store import MemoryStore
 from composer_replication.store.base import Buffer
 from tests.collective.object_store.toy import Toy, run_toy
@@ -259,3 +261,20 @@ def test_a_spool_gives_back_what_was_put_in_beyond_its_memory_too() -> None:
     spool.close()
     with pytest.raises(ValueError):
         spool.put(b"late")
+
+
+def test_a_temporary_folder_without_room_is_named() -> None:
+    spool = Spool(max_bytes=1000)
+    first = spool.put(b"a" * 900)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # as a full disk: writing fails
+    try:
+        with pytest.raises(StoreError) as caught:
+            spool.put(b"b" * 100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert tempfile.gettempdir() in str(caught.value) and "100,900 bytes" in str(caught.value)
+    assert "TMPDIR" in str(caught.value)
+    with pytest.raises(StoreError, match="TMPDIR"):
+        spool.get(first, 900)
+    spool.close()
