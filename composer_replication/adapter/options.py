@@ -71,7 +71,7 @@ def read_options(
     replica_failure_policy: Literal["strict", "skip"] = "strict",
     min_replicas: int | None = None,
     timeout: float = 600.0,
-    start_timeout: float = 900.0,
+    start_timeout: float | None = None,
     deadline: Literal["adaptive", "fixed"] = "adaptive",
     outliers: Literal["warn", "clip", "exclude", "off"] = "warn",
     outlier_threshold: float = 3.5,
@@ -104,6 +104,8 @@ def read_options(
     check_choice("buffers", buffers, ("average", "local"))
     check_choice("validate_with", validate_with, ("local", "shared"))
     for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
+        if name == "start_timeout" and seconds is None:
+            continue
         if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:
             raise ValueError(f"{name} must be a positive number of seconds, got {seconds!r}")
     check_whole("checkpoint_every_rounds", checkpoint_every_rounds, least=1)

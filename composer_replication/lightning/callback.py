@@ -60,7 +60,8 @@ class AutoLoCoCallback(pl.Callback):
         replica_failure_policy: "strict": all or nothing; "skip": go on without those that are missing at the deadline.
         min_replicas: fewest replicas that may close a round under "skip"; None: more than half.
         timeout: seconds that a round waits for a missing replica.
-        start_timeout: the same for the start, which ends with round 0.
+        start_timeout: the same for the start, which ends with round 0, and for the first round after a resume. None:
+            900, or `timeout` if that is longer.
         deadline: under "skip", "adaptive" gives a missing replica up sooner than after `timeout`, when the others have
             not kept one waiting for long in the last rounds; "fixed" never does.
         outer_device: where anchor and momentum live: "cpu", "model" or a device.
@@ -106,7 +107,7 @@ class AutoLoCoCallback(pl.Callback):
         replica_failure_policy: Literal["strict", "skip"] = "strict",
         min_replicas: int | None = None,
         timeout: float = 600.0,
-        start_timeout: float = 900.0,
+        start_timeout: float | None = None,
         deadline: Literal["adaptive", "fixed"] = "adaptive",
         outer_device: str | torch.device = "cpu",
         weighting: Literal["equal", "tokens"] = "equal",

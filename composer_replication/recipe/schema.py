@@ -121,7 +121,8 @@ class FleetSection:
     failure_policy: str = "strict"  # or skip
     min_replicas: int | None = None  # skip only; null: more than half
     timeout_seconds: float = 600.0  # how long a round waits for a missing replica
-    start_timeout_seconds: float = 900.0  # the same for the start, which ends with round 0
+    # the same for the start, which ends with round 0, and a resume's first round; null: 900 or a longer timeout_seconds
+    start_timeout_seconds: float | None = None
     outliers: str = "warn"  # of a pseudo-gradient whose norm sticks out: warn, clip, exclude or off
     outlier_threshold: float = 3.5  # its robust z-score
     aggregation: str = "mean"  # or median, trimmed_mean: for fleets that can't trust all replicas

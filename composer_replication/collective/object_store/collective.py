@@ -43,7 +43,7 @@ from composer_replication.collective.object_store.place import check_signing, op
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.requests import Requests, create
 from composer_replication.collective.object_store.roster import Mode, Plan
-from composer_replication.collective.object_store.round import State, deadline_of
+from composer_replication.collective.object_store.round import State, deadline_of, enough_for
 from composer_replication.collective.object_store.settings import check_positive, make_patience, make_policy
 from composer_replication.collective.object_store.shards import ShardWork, Trace, input_sizes
 from composer_replication.collective.object_store.waiting import backed_off, duration, seen, telling, watching
@@ -77,6 +77,9 @@ STEPS = (
 )
 
 
+START_SECONDS = 900.0  # machines don't come up at the same moment
+
+
 def _no_trace(step: str) -> None:
     """Does nothing."""
 
@@ -100,7 +103,7 @@ class ObjectStoreCollective:
             interval's own time, at most `timeout_seconds`; "fixed" always waits `timeout_seconds`.
         deadline_floor_seconds: see `deadline`.
         start_timeout_seconds: the same for the beginning: the first state, round 0, and the first round of a resumed
-            replica.
+            replica. None: 900, or `timeout_seconds` if that is longer.
         poll_seconds: the shortest pause between two looks; they grow to `max_poll_seconds`.
         heartbeat_seconds: how often this replica shows itself, and looks whether it has been overtaken.
         checkpoint_every: rounds between two checkpoints of the shared state.
@@ -132,7 +135,7 @@ class ObjectStoreCollective:
         timeout_seconds: float = 600.0,
         deadline: Literal["adaptive", "fixed"] = "adaptive",
         deadline_floor_seconds: float = 10.0,
-        start_timeout_seconds: float = 900.0,
+        start_timeout_seconds: float | None = None,
         poll_seconds: float = 0.05,
         max_poll_seconds: float = 1.0,
         heartbeat_seconds: float = 5.0,
@@ -158,6 +161,8 @@ class ObjectStoreCollective:
             mode=mode,
             guards=guards,
         )
+        if start_timeout_seconds is None:
+            start_timeout_seconds = max(START_SECONDS, timeout_seconds)
         check_positive(
             timeout_seconds=timeout_seconds,
             start_timeout_seconds=start_timeout_seconds,
@@ -373,7 +378,7 @@ class ObjectStoreCollective:
         assert self._stand is not None, "_ready_for has seen to it"
         timing, usual = self._timing, round != self._stand.slow_round
         if not usual:
-            timing = replace(timing, timeout_seconds=max(timing.timeout_seconds, self._start_timeout))
+            timing = replace(timing, timeout_seconds=self._start_timeout)
         elif self._patience is not None and self._interval_began is not None:
             interval = self._clock() - self._interval_began
             # Two rounds: how late it was in the first one that it came to again is told in the second.
@@ -548,10 +553,9 @@ class ObjectStoreCollective:
 
             def line() -> str:
                 left = duration(deadline_of(state) - self._clock())
-                enough = len(state.declared) >= self._policy.needed(job.plan.expected, job.plan.round)
                 return (
                     f"replica {self._replica} waits for {seen(self._raw, state.awaited)} in {self._store.uri}, "
-                    f"round {job.plan.round}; {'goes on without' if enough else 'gives up'} in {left}"
+                    f"round {job.plan.round}; {'goes on without' if enough_for(state) else 'gives up'} in {left}"
                 )
 
             tell(line)

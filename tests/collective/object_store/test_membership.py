@@ -47,6 +47,11 @@ def test_strict_raises_alike_on_all_and_names_the_missing() -> None:
         assert len(texts) == 1 and "missing: replica 2" in texts.pop()
 
 
+def test_the_start_takes_as_long_as_was_said_even_if_rounds_may_take_longer() -> None:
+    with Fleet(2, timeout_seconds=600.0, start_timeout_seconds=3.0) as fleet:
+        assert isinstance(fleet.round(0, {0: 1.0})[0], RoundAborted)
+
+
 def test_after_an_abort_the_same_round_is_tried_again_by_new_processes() -> None:
     store = MemoryStore()
     with Fleet(2, store, timeout_seconds=0.2, start_timeout_seconds=0.2) as fleet:
