@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--ranks-per-replica", type=int, default=1, metavar="K", help="consecutive ranks (default: 1)")
     parser.add_argument("script", help="path of the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the script as they are")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the script as they are")
+    rest.required = False  # which argparse's message would say otherwise
     chosen = parser.parse_args(arguments)
     if not os.path.isfile(chosen.script):
         parser.error(f"there is no script {chosen.script!r}")

@@ -10,7 +10,8 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 from composer_replication import __version__
 from composer_replication.cli.tools import add_tools, run_tool
@@ -89,7 +90,8 @@ replicas on this machine. --help of that module names its options and exit codes
 """
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """(the parser, those of the commands)."""
     parser = argparse.ArgumentParser(
         prog="composer-replication",
         description="Train one model on replicas that meet in nothing but an object store (adaptive DiLoCo).",
@@ -148,18 +150,32 @@ def _parser() -> argparse.ArgumentParser:
 
     add_tools(command)
     command("replica", "tell how one replica is started by hand", _REPLICA)
-    return parser
+    return parser, commands.choices
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    args, rest = parser.parse_known_args(arguments)
+    parser, commands = _parser()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        parser.print_help()
+        parser.exit()
+    if not words[0].startswith("-") and words[0] not in commands:
+        parser.error(f"there is no command {words[0]!r}.{_nearest(words[0], commands) or ' --help lists them.'}")
+    args, rest = parser.parse_known_args(words)
     # argparse gives up on `launch RECIPE --plain key=value`: what is left over there is overrides.
     if rest and (args.command != "launch" or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        unknown = [word for word in rest if word.startswith("-")] or rest
+        own = commands[args.command]
+        hint = _nearest(unknown[0].partition("=")[0], own._option_string_actions)
+        own.error(f"unrecognized arguments: {' '.join(unknown)}.{hint}".removesuffix("."))
     if rest:
         args.overrides = [*args.overrides, *rest]
     return args
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    close = get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from composer_replication.store import access
 __all__ = ["policy"]
 
 _MEMBER = "serviceAccount:NAME@PROJECT.iam.gserviceaccount.com"
+_OPTIONS = {"s3": ("--partition", "--kms-key"), "gs": ("--member",), "az": ("--account", "--principal")}
 _ACCOUNT = "/subscriptions/ID/resourceGroups/GROUP/providers/Microsoft.Storage/storageAccounts/ACCOUNT"
 
 
@@ -27,6 +28,13 @@ def policy(
     as_json: bool,
 ) -> int:
     location, bucket, prefix = access.run_place(uri)
+    given = {"--partition": partition != "aws", "--kms-key": kms_key, "--member": members}
+    given |= {"--account": account, "--principal": principal}
+    if foreign := [name for name, value in given.items() if value and name not in _OPTIONS[location.kind]]:
+        raise ValueError(
+            f"{', '.join(foreign)} has no meaning for {location.kind}://, which takes "
+            f"{' and '.join(_OPTIONS[location.kind])}"
+        )
     if location.kind == "s3":
         print(_lines(access.s3_policy(bucket, prefix, partition=partition, kms_key_arn=kms_key, read_only=read_only)))
         return 0
@@ -39,7 +47,11 @@ def policy(
         print(_lines(found["managed_folder"]["policy"]))
         print(f"gcloud storage managed-folders create gs://{bucket}/{prefix}")
         print(f"gcloud storage managed-folders set-iam-policy gs://{bucket}/{prefix} policy.json")
-        print("\n# 2. or a binding of the bucket's policy (version 3); it can't allow listing, which starting needs")
+        print(
+            "\n# 2. or a binding of the bucket's policy (version 3). It can't allow listing, which starting needs: add"
+        )
+        print("# a second binding, without a condition, of a custom role that holds storage.objects.list and nothing")
+        print("# else (it shows the names of all objects of the bucket)")
         print(_lines(found["bucket_binding"]))
         print("\n# 3. or the boundary of a downscoped token, which lives for an hour")
         print(_lines(found["access_boundary"]))

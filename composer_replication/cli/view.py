@@ -165,7 +165,8 @@ class RunReader:
         beat = self._json(keys.member(replica)) or {}
         status = beat.get("status") or {}
         metrics = dict(last.metrics.get(replica, {})) if last is not None else {}
-        state = str(status.get("state") or ("joining" if beat else "not seen"))
+        trains = (last is not None and replica in last.members) or bool(status.get("step"))
+        state = str(status.get("state") or ("training" if trains else "joining" if beat else "not seen"))
         note = str(status.get("error") or "")
         if beat.get("state") == "fenced":
             state = "fenced"

@@ -57,6 +57,15 @@ class Outlier:
     def __str__(self) -> str:
         return f"norm {self.norm:.3g}, median {self.median:.3g}, robust z {self.score:.3g}"
 
+    @property
+    def told(self) -> str:
+        """For whoever only wants it told."""
+        times = self.norm / self.median if self.median > 0 else math.inf
+        return (
+            f"its pseudo-gradient sticks out ({times:.3g} times the median, robust z {self.score:.3g}) and is averaged "
+            "all the same; outliers='clip' or 'exclude' would treat it"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
@@ -139,12 +148,12 @@ def treat(members: Sequence[Report], guards: Guards) -> Treatment:
     outliers: dict[int, Outlier] = {}
     if guards.outliers in ("warn", "clip"):  # "exclude" has found its own before
         outliers = find_outliers(members, guards.outlier_threshold)
-    told = {replica: str(outlier) for replica, outlier in outliers.items()}
+    told = {replica: outlier.told for replica, outlier in outliers.items()}
     scales: tuple[float, ...] | None = None
     if outliers and guards.outliers == "clip":
         scales = tuple(_scale(outliers.get(report.replica)) for report in members)
         factors = {report.replica: scale for report, scale in zip(members, scales, strict=True)}
-        told = {replica: f"{text}: scaled by {factors[replica]:.3g}" for replica, text in told.items()}
+        told = {replica: f"{outlier}: scaled by {factors[replica]:.3g}" for replica, outlier in outliers.items()}
     return Treatment(scales, told, _drift(members, scales, guards.trim(len(members))))
 
 

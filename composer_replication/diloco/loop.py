@@ -546,8 +546,8 @@ class OuterLoop:
         left_out = {replica: why for replica, why in outcome.absent.items() if why.startswith("outlier")}
         found = dict(sorted({**outcome.outliers, **left_out}.items()))
         for replica, what in found.items():
-            done = "not averaged" if replica in left_out else "averaged"
-            _log.warning("round %d: the pseudo-gradient of replica %d is %s; %s", outcome.round, replica, done, what)
+            done = "not averaged, " if replica in left_out else ""
+            _log.warning("round %d, replica %d: %s%s", outcome.round, replica, done, what)
         return found
 
     def _observe(self, outcome: RoundOutcome, plan: Plan, fleet_steps: int) -> Observation | None:

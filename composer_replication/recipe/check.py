@@ -18,22 +18,22 @@ __all__ = ["check"]
 
 
 def check(recipe: Recipe, place: Place) -> None:
-    """Raise RecipeError for the first value that can't work."""
+    """Raise RecipeError for the values that can't work: for all of them, as far as each is wrong by itself."""
+    problems: list[str] = []
 
-    def refuse(key: str, wanted: str) -> None:
+    def refuse(key: str, wanted: str, remedy: str = "") -> None:
         value: Any = recipe
         for part in key.split("."):
             value = getattr(value, part)
-        raise RecipeError(f"{place.of(key)} must be {wanted}, not {value!r}")
+        problems.append(f"{place.of(key)} must be {wanted}, not {value!r}{remedy}")
 
     def one_of(key: str, value: str, known: Sequence[str]) -> None:
         if value not in known:
-            raise RecipeError(
-                f"{place.of(key)} must be one of {', '.join(known)}, not {value!r}.{nearest(value, known)}"
-            )
+            problems.append(f"{place.of(key)} must be one of {', '.join(known)}, not {value!r}.{nearest(value, known)}")
 
     one_of("trainer", recipe.trainer, ("lightning", "composer"))
-    one_of("executor.name", recipe.executor.name, ("local",))
+    if recipe.executor.name != "local":
+        refuse("executor.name", "local, the only one in this version")
     one_of("codec", recipe.codec, ("float32", "bfloat16", "int8"))
     one_of("scheduler.name", recipe.scheduler.name, ("cosine", "linear", "constant"))
     one_of("fleet.failure_policy", recipe.fleet.failure_policy, ("strict", "skip"))
@@ -46,7 +46,7 @@ def check(recipe: Recipe, place: Place) -> None:
         section = getattr(recipe, name)
         if (section.name is None) == (section.class_ is None):
             said = "both" if section.name else "neither"
-            raise RecipeError(
+            problems.append(
                 f"{place.of(name)}: give {name}.name (built in) or {name}.class (the import path of your own), "
                 f"not {said}"
             )
@@ -69,14 +69,22 @@ def check(recipe: Recipe, place: Place) -> None:
     if not 0 <= recipe.training.seed < 2**32:
         refuse("training.seed", "between 0 and 4294967295")
     for key in ("timeout_seconds", "start_timeout_seconds"):
-        if not 0 < getattr(recipe.fleet, key) < float("inf"):
+        seconds = getattr(recipe.fleet, key)
+        if seconds is not None and not 0 < seconds < float("inf"):
             refuse(f"fleet.{key}", "a positive number")
     if not 0 < recipe.optimizer.lr < float("inf"):
         refuse("optimizer.lr", "a positive number")
     if not 0 <= recipe.scheduler.final_fraction <= 1:
         refuse("scheduler.final_fraction", "between 0 and 1")
     if recipe.scheduler.warmup_steps > recipe.training.steps:
-        refuse("scheduler.warmup_steps", f"at most training.steps ({recipe.training.steps})")
+        least = max(recipe.training.steps // 10, 0)
+        refuse(
+            "scheduler.warmup_steps",
+            f"at most training.steps ({recipe.training.steps})",
+            f" (add scheduler.warmup_steps={least}, or another number)",
+        )
+    if problems:
+        raise RecipeError("; ".join(problem.removesuffix(".") for problem in problems))
     fleet = recipe.fleet
     try:
         guards = guards_of(recipe)

@@ -268,3 +268,46 @@ def test_numbers_for_people():
     assert [amount(v) for v in (0.5, 999, 12345, 2e6, 3.456e9)] == ["0.5", "999", "12.3k", "2M", "3.46G"]
     assert [byte_count(v) for v in (0, 1500, 2.5e6, 1e9, 7e12)] == ["0 B", "1.5 kB", "2.5 MB", "1 GB", "7 TB"]
     assert [duration(v) for v in (0.04, 59, 75, 3700)] == ["0.0 s", "59 s", "1 min 15 s", "1 h 01 min"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["statu", "x"], ["there is no command 'statu'", "Did you mean 'status'?"]),
+        (["launch", "r.yaml", "--dryrun"], ["composer-replication launch", "--dryrun", "Did you mean '--dry-run'?"]),
+        (["doctor", "memory://x", "--replica", "2", "more"], ["usage: composer-replication doctor", "more"]),
+    ],
+)
+def test_a_mistyped_command_or_option(capsys, arguments, words):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and all(word in error for word in words), error
+
+
+def test_without_a_command_there_is_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0 and "commands, in the order" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["s3://bucket/run", "--member", "foo"], "--member has no meaning for s3://, which takes --partition and"),
+        (["gs://bucket/run", "--kms-key", "foo"], "--kms-key has no meaning for gs://, which takes --member"),
+        (["az://bucket/run", "--partition", "aws-cn"], "--partition has no meaning for az://"),
+    ],
+)
+def test_options_of_another_cloud_are_refused(capsys, arguments, words):
+    assert words in output(capsys, "policy", *arguments, code=2)
+
+
+def test_what_else_a_bucket_binding_needs_is_said(capsys):
+    assert "storage.objects.list" in output(capsys, "policy", "gs://bucket/run")
+
+
+def test_all_that_is_wrong_is_told_at_once_with_the_remedy(capsys, recipe):
+    wrong = ["training.steps=50", "scheduler.warmup_steps=60", "executor.name=modal"]
+    error = output(capsys, "launch", recipe, *wrong, "--dry-run", code=2)
+    assert "(add scheduler.warmup_steps=5, or another number)" in error and "the only one in this version" in error

@@ -135,7 +135,10 @@ def test_a_runaway_is_left_out_under_every_policy() -> None:
 
 def test_what_is_told() -> None:
     everyone = reports(1.0, 1.0, 1.0, 10.0)
-    assert treat(everyone, Guards()).outliers == {3: "norm 10, median 1, robust z inf"}
+    assert treat(everyone, Guards()).outliers == {
+        3: "its pseudo-gradient sticks out (10 times the median, robust z inf) and is averaged all the same; "
+        "outliers='clip' or 'exclude' would treat it"
+    }
     assert treat(everyone, Guards(outliers="clip")).outliers == {3: "norm 10, median 1, robust z inf: scaled by 0.2"}
     excluded = select_members(everyone, guards=Guards(outliers="exclude"))
     assert excluded.absent == {3: "outlier: norm 10, median 1, robust z inf"}
