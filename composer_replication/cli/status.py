@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from composer_replication.cli.live import Screen, lines
 from composer_replication.cli.view import RunReader
 from composer_replication.collective.object_store.epochs import current
 from composer_replication.collective.object_store.place import open_run
+from composer_replication.collective.object_store.wire import for_people
 from composer_replication.errors import StoreError
 
 __all__ = ["place_of", "status"]
@@ -40,7 +40,7 @@ def status(
         while True:
             view = reader.view(_title(reader))
             if as_json:
-                print(json.dumps(_plain(reader)), flush=True)
+                print(for_people(_plain(reader)).decode("ascii"), flush=True)
             elif watch:
                 screen.show(view)
             else:

@@ -1,7 +1,9 @@
 """A process group of the replicas' own, which forms again without those that have gone between two rounds.
 
-Invariant: a round is tried again only while nobody can have decided it. It begins with everybody's report, which no
-replica has if one is gone by then; from there on a loss ends the run for all, with RoundAborted.
+Invariant: those who go on together have applied the same rounds. A round begins with everybody's report; who doesn't
+get them all tries again, in a new group. Gathering isn't atomic: where some have got all reports and others haven't,
+the former have begun the round, and can't go on with it: they miss the others' payloads and raise RoundAborted, or have
+needed none and come too late for the group that the others form without them. A loss after that ends the run for all.
 """
 
 from __future__ import annotations

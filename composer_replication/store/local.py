@@ -149,7 +149,7 @@ class LocalStore:
             if not self._root.is_dir():
                 raise self._gone()
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                self._make_folders(path.parent)
             except FileNotFoundError:
                 continue
             except (FileExistsError, NotADirectoryError) as error:
@@ -160,6 +160,15 @@ class LocalStore:
                 if not temporary.exists():
                     raise StoreError(f"{self.uri}: {temporary.name} was removed while it was written") from error
         raise StoreError(f"{self.uri}: the folder {path.parent} vanishes as often as it is made")
+
+    def _make_folders(self, folder: Path) -> None:
+        """Make a folder and what is missing above it, each with a name that lasts."""
+        missing = [folder] if not folder.is_dir() else []
+        while missing and missing[-1].parent != self._root and not missing[-1].parent.is_dir():
+            missing.append(missing[-1].parent)
+        for one in reversed(missing):
+            one.mkdir(exist_ok=True)
+            self._sync_folder(one.parent)
 
     def _gone(self) -> StoreError:
         return StoreError(f"{self.uri} is gone: the folder was removed or unmounted while the run used it")

@@ -145,3 +145,13 @@ def test_memory_is_shared_by_name_and_schemes_can_be_added() -> None:
     assert open_store("memory://another").list("") == []
     register_scheme("mine", lambda uri, create: MemoryStore(uri))
     assert open_store("mine://x").uri.endswith("mine://x")
+
+
+def test_all_new_folders_of_an_object_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, synced = LocalStore(tmp_path / "store"), list[Path]()
+    monkeypatch.setattr(LocalStore, "_sync_folder", staticmethod(synced.append))
+    store.put("a/b/c", b"1")
+    assert synced == [store.root, store.root / "a", store.root / "a" / "b"], "each new name, and the object's"
+    synced.clear()
+    store.put("a/b/d", b"2")
+    assert synced == [store.root / "a" / "b"]

@@ -21,7 +21,17 @@ __all__ = ["Heartbeat"]
 
 
 class Heartbeat:
-    def __init__(self, store: ObjectStore, replica: int, incarnation: int, seconds: float, host: str) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        replica: int,
+        incarnation: int,
+        seconds: float,
+        host: str,
+        *,
+        patience_seconds: float = 30.0,  # with its last beat
+    ) -> None:
+        self._patience_seconds = patience_seconds
         self._store = store
         self._replica = replica
         self._incarnation = incarnation
@@ -29,6 +39,8 @@ class Heartbeat:
         self._host = host
         self._status: Mapping[str, Any] = {}
         self._counter = 0
+        self._ending = ""  # what the thread is to say last, when it was stuck
+        self._silent = False  # the thread has nothing to say any more, but that
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._watched: tuple[str, int, int] | None = None  # run, round, attempt
@@ -77,7 +89,12 @@ class Heartbeat:
             return
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(timeout=30.0)
+            self._thread.join(timeout=self._patience_seconds)
+        with self._lock:
+            if self._thread.is_alive() and not self._silent:
+                # Its write is stuck, and would come after ours and say that we run: so it says the last word itself.
+                self._ending = ending
+                return
         self._beat(ending)
 
     def _run(self) -> None:
@@ -85,6 +102,10 @@ class Heartbeat:
         while not self._stop.wait(self._seconds):
             self.look()
             self._beat("running")
+        with self._lock:
+            self._silent, ending = True, self._ending
+        if ending:
+            self._beat(ending)
 
     def _beat(self, state: str) -> None:
         self._counter += 1

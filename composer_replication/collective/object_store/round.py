@@ -61,7 +61,7 @@ from composer_replication.collective.object_store.roster import OTHER_TENSORS, D
 from composer_replication.collective.object_store.wire import pointer_hash
 from composer_replication.errors import ObjectCorrupt
 
-__all__ = ["MAX_FETCHES", "State", "advance", "begin", "deadline_of"]
+__all__ = ["MAX_FETCHES", "State", "advance", "begin", "deadline_of", "enough_for"]
 
 MAX_FETCHES = 5  # looks at a blob before it is given up
 AVERAGING = 2  # shards that are averaged at a time: one is computed while the other is written
@@ -313,12 +313,17 @@ def _collect(state: State, event: Event, now: float) -> Step:
 
 def deadline_of(state: State) -> float:
     """Until when the missing are waited for: not so long where the round can close without them."""
-    plan, policy, timing = state.job.plan, state.job.policy, state.job.timing
+    timing = state.job.timing
     assert state.waiting_since is not None
-    here = sum(1 for replica in plan.expected if replica in state.declared)
-    enough = not policy.strict and here >= policy.needed(plan.expected, plan.round)
-    seconds = min(timing.patience_seconds, timing.timeout_seconds) if enough else timing.timeout_seconds
+    seconds = min(timing.patience_seconds, timing.timeout_seconds) if enough_for(state) else timing.timeout_seconds
     return state.waiting_since + seconds
+
+
+def enough_for(state: State) -> bool:
+    """Are enough of the expected replicas there to close the round without the rest?"""
+    plan, policy = state.job.plan, state.job.policy
+    here = sum(1 for replica in plan.expected if replica in state.declared)
+    return not policy.strict and here >= policy.needed(plan.expected, plan.round)
 
 
 def _arrived(state: State, replicas: Iterable[int], now: float) -> State:

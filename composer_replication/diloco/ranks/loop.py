@@ -132,8 +132,10 @@ class LeadingLoop(OuterLoop):
         return self._swapped()
 
     def close(self) -> None:
-        super().close()
-        self._ranks.close()
+        try:
+            super().close()
+        finally:
+            self._ranks.close()
 
     def _lead(self, work: Any) -> Any:
         reshard(self._model)
@@ -249,8 +251,10 @@ class FollowingLoop:
         self._loaded = state["interval"]["tokens"]
 
     def close(self) -> None:
-        self.collective.close()
-        self._ranks.close()
+        try:
+            self.collective.close()
+        finally:
+            self._ranks.close()
 
     def _follow(self) -> Any:
         reshard(self._model)

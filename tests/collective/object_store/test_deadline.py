@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from composer_replication.collective.object_store.deadline import (
     WINDOW,
     Patience,
 )
+from composer_replication.collective.object_store.events import Job, Timing
+from composer_replication.collective.object_store.pointers import Ready
+from composer_replication.collective.object_store.roster import Declared, Plan, Policy
+from composer_replication.collective.object_store.round import begin, deadline_of, enough_for
 from composer_replication.errors import RoundAborted
 from composer_replication.store import MemoryStore
 from tests.collective.conformance import SCALAR, contribution, digest, snapshot
@@ -197,6 +202,26 @@ def test_lateness_is_told_from_each_ones_own_side() -> None:
         first.join(timeout=LONG)
         assert results[0].lateness[1] >= 0.3
         assert results[1].lateness.keys() == {0} and results[1].lateness[0] < results[0].lateness[1]
+
+
+def test_who_is_not_expected_is_not_counted() -> None:
+    """Neither by the deadline nor by the line that says what will happen."""
+    job = Job(
+        plan=Plan(run="r", round=3, prev="", base="", expected=(0, 1)),
+        policy=Policy(strict=False, fleet=(0, 1, 2), min_replicas=2),
+        timing=Timing(
+            timeout_seconds=LONG, takeover_seconds=1.0, poll_seconds=0.1, max_poll_seconds=1.0, patience_seconds=1.0
+        ),
+        replica=0,
+        incarnation=1,
+        layout="",
+        report=None,
+    )
+    ready = Declared(Ready(run="r", round=3, attempt=0, replica=0, incarnation=1), "")
+    state = replace(begin(job), waiting_since=0.0, declared={0: ready, 2: ready})
+    assert not enough_for(state) and deadline_of(state) == LONG
+    state = replace(state, declared={0: ready, 1: ready})
+    assert enough_for(state) and deadline_of(state) == 1.0
 
 
 @pytest.mark.parametrize("deadline", ["soon", "", None])

@@ -98,3 +98,23 @@ def test_a_look_at_a_round_that_is_over_says_nothing_of_the_next() -> None:
     store.go.set()
     looking.join(20)
     assert heart.overtaken, "round 1 was decided without it"
+
+
+def test_a_beat_that_was_stuck_at_the_end_does_not_call_the_dead_alive() -> None:
+    class Stuck(MemoryStore):
+        asked, go = threading.Event(), threading.Event()
+
+        def put(self, key: str, data: Any) -> None:
+            if threading.current_thread().name.startswith("heartbeat") and not self.go.is_set():
+                self.asked.set()
+                assert self.go.wait(20)
+            super().put(key, data)
+
+    store = Stuck()
+    heart = Heartbeat(store, 0, 1, 0.002, "here", patience_seconds=0.01)
+    heart.start()
+    assert store.asked.wait(20)
+    heart.stop("closed")
+    store.go.set()
+    heart._thread.join(20)
+    assert heartbeat(store, 0)["state"] == "closed"
