@@ -56,6 +56,9 @@ def drive(
             event = _act(action, work, store, pause, trace, jitter)
             state, action = advance(state, event, clock())
         return action
+    except BaseException:
+        work.give_up()
+        raise
     finally:
         work.settle()
 

@@ -187,6 +187,10 @@ class ShardWork:
         """Until something that was Busy has got on, at most `seconds`."""
         self._workers.wait(seconds)
 
+    def give_up(self) -> None:
+        """The round has failed here, or this process is to stop: don't try again what is under way."""
+        self._workers.give_up()
+
     def settle(self) -> None:
         """The round is over: no thread is left, and what `mean` needs stays."""
         self._inputs.stop_scouting()

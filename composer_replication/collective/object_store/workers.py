@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from composer_replication.store.retry import obey
+
 __all__ = ["Workers"]
 
 AVERAGING = 2  # one computes while the other writes what it has computed
@@ -26,14 +28,18 @@ class Workers:
     def __init__(self, chunk_bytes: int, sleep: Callable[[float], None]) -> None:
         room = max(2, IN_FLIGHT_BYTES // max(chunk_bytes, 1))
         self.sending, self.receiving = min(room, MAX_UPLOADS), min(room, MAX_DOWNLOADS)  # at a time
-        self.uploads = ThreadPoolExecutor(self.sending, "upload")
-        self.downloads = ThreadPoolExecutor(self.receiving, "download")
-        self.averages = ThreadPoolExecutor(AVERAGING, "average")
-        self.means = ThreadPoolExecutor(1, "mean")  # in order: everybody waits for the first
+        self._given_up = threading.Event()
+        self.uploads = self._pool(self.sending, "upload")
+        self.downloads = self._pool(self.receiving, "download")
+        self.averages = self._pool(AVERAGING, "average")
+        self.means = self._pool(1, "mean")  # in order: everybody waits for the first
         self._sleep = sleep
         self._changed = threading.Event()
         self._lock = threading.Lock()
         self._running = 0
+
+    def _pool(self, threads: int, name: str) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(threads, name, initializer=obey, initargs=(self._given_up,))
 
     @property
     def active(self) -> bool:
@@ -60,6 +66,10 @@ class Workers:
             self._changed.clear()
         else:
             self._sleep(seconds)
+
+    def give_up(self) -> None:
+        """Nobody needs any more what is being done: requests that fail aren't tried again."""
+        self._given_up.set()
 
     def stop(self) -> None:
         """Drop what hasn't begun, and wait for what has."""

@@ -20,8 +20,10 @@ from composer_replication.errors import (
     RoundAborted,
     RoundError,
     RoundTimeout,
+    StoreUnavailable,
 )
 from composer_replication.store import MemoryStore
+from composer_replication.store.retry import Retry
 from tests.collective.conformance import SCALAR, begin, contribution, digest, snapshot
 from tests.collective.object_store.helpers import Fleet, attempt, join, scalar
 from tests.support.threads import run_threads
@@ -233,6 +235,28 @@ def test_stopping_while_waiting_and_coming_back() -> None:
     assert [scalar(outcome) for outcome in outcomes] == [4.0, 4.0]
     zero.close()
     back.close()
+
+
+def test_stopping_does_not_wait_for_a_store_that_fails() -> None:
+    """A store that tries each operation again for longer than anybody waits for a process that is to stop."""
+    stop = threading.Event()
+
+    class Failing(MemoryStore):
+        def put(self, key: str, data: Any) -> None:
+            if "/in/" not in key:
+                return super().put(key, data)
+            stop.set()
+            for _ in Retry(seconds=1000.0, first_pause_seconds=500.0, max_pause_seconds=500.0).pauses():
+                pass  # it fails
+            raise StoreUnavailable(f"{key}: throttled")
+
+    one = join(Failing(), 0, 1, interrupted=stop.is_set)
+    begin(one, SCALAR)
+    began = time.monotonic()
+    with pytest.raises(Interrupted, match="replica 0"):
+        one.average(own(0, 0, 5.0))
+    one.close()
+    assert time.monotonic() - began < 60.0
 
 
 def test_a_contribution_that_is_in_is_waited_for_when_following() -> None:
