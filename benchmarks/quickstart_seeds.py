@@ -39,12 +39,13 @@ def spread(values: Sequence[float]) -> str:
 
 def table(runs: dict[str, dict[str, dict[str, Any]]]) -> str:
     lines = [
-        "| policy | seeds | rounds | steps | training loss, last round | validation loss | bytes sent, whole fleet |",
+        "| policy | seeds | rounds, by seed | steps | training loss, last round | validation loss "
+        "| bytes sent, whole fleet |",
         "|---|---|---|---|---|---|---|",
     ]
     for policy, by_seed in runs.items():
         values = list(by_seed.values())
-        rounds = sorted({run["rounds"] for run in values})
+        rounds = [run["rounds"] for run in values]  # by seed
         sent = statistics.mean(run["bytes_sent"] for run in values)
         lines.append(
             f"| {policy} | {', '.join(by_seed)} | {', '.join(map(str, rounds))} | {values[0]['steps']} "

@@ -124,7 +124,8 @@ class Driver(ABC):
     def say(self, message: str) -> None:
         self.said.append(message)
         if self.ranks is None or self.ranks.leads:
-            warnings.warn(message, stacklevel=3)
+            # No line of ours tells the user more than the message does.
+            warnings.warn_explicit(message, UserWarning, "composer_replication", 1)
 
     # -- batches -------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,12 @@ Invariant: leaves nothing behind in the store, and says no without fail where a 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from composer_replication.cli.text import amount, byte_count, duration
@@ -19,7 +22,8 @@ from composer_replication.collective.object_store.costs import (
     round_seconds,
     round_shares,
 )
-from composer_replication.store import open_store
+from composer_replication.errors import StoreError
+from composer_replication.store import LocalStore, open_store
 from composer_replication.store.probe import Effort, Probe, probe_store
 
 __all__ = ["doctor", "parse_count", "parse_size"]
@@ -41,7 +45,9 @@ def doctor(
     if replicas < 1:
         raise ValueError(f"--replicas must be at least 1, not {replicas}")
     effort = _effort(uri, largest)
-    open_store(uri)  # a wrong URI is found out before anything is said
+    new = _is_new(uri)
+    store = open_store(uri)  # a wrong URI is found out before anything is said
+    folder = store.root if isinstance(store, LocalStore) else None
     if not as_json:
         print(f"{uri}: trying it with small objects and one of {byte_count(effort.max_bytes)}; takes a minute or less")
 
@@ -49,18 +55,38 @@ def doctor(
         if not as_json or sys.stderr.isatty():
             print(f"  {text} ...", file=sys.stderr, flush=True)
 
-    found = probe_store(lambda: open_store(uri), effort=effort, blobs_only=blobs_only, say=say)
+    try:
+        found = probe_store(lambda: open_store(uri), effort=effort, blobs_only=blobs_only, say=say)
+    finally:
+        if new and folder is not None:
+            _remove_empty(folder)
     fit = all(finding.verdict != "fails" for finding in found.findings)
     expected = _expected(found, elements, replicas, codec) if elements is not None else None
     if as_json:
         print(json.dumps({"store": uri, "fit": fit, **_plain(found), "expected": expected}))
     else:
-        _show(found, blobs_only)
+        _show(found, cached=folder is not None)
         if expected is not None:
             _show_expected(expected)
         use = "hold a run's blobs, with control= for the rest" if blobs_only else "hold a run"
         print(f"\nthis store can {use}" if fit else f"\nthis store can NOT {use}")
     return 0 if fit else 1
+
+
+def _is_new(uri: str) -> bool:
+    """A folder that isn't there before we open it."""
+    try:
+        open_store(uri, create=False)
+    except StoreError:
+        return True
+    return False
+
+
+def _remove_empty(folder: Path) -> None:
+    """A folder that was made for the probe, unless somebody has put something into it meanwhile."""
+    with suppress(OSError):
+        for path, _, _ in os.walk(folder, topdown=False):
+            os.rmdir(path)
 
 
 def _effort(uri: str, largest: str | None) -> Effort:
@@ -114,14 +140,15 @@ def _expected(found: Probe, elements: int, replicas: int, codec: str) -> dict[st
     }
 
 
-def _show(found: Probe, blobs_only: bool) -> None:
+def _show(found: Probe, *, cached: bool) -> None:
     rows = [(f.verdict, f.name, f.seen, f.means) for f in found.findings]
     latency = ", ".join(f"{kind} {1000 * seconds:.0f} ms" for kind, seconds in found.latency_seconds.items())
     rows.append(("ok", "latency", latency, "a round makes about eight such requests one after another"))
     for speed in found.speeds:
         what = byte_count(speed.size_bytes) + (f", {speed.parallel} at once" if speed.parallel > 1 else "")
         seen = f"{what}: {byte_count(speed.up)}/s up, {byte_count(speed.down)}/s down"
-        rows.append(("ok", "speed", seen, _speed_means(speed.size_bytes, speed.parallel)))
+        means = _speed_means(speed.size_bytes, speed.parallel)
+        rows.append(("ok", "speed", seen, f"{means}; read from this machine's cache" if cached else means))
     _table(rows)
 
 

@@ -288,7 +288,7 @@ def _atomic(writer: _Scratch, reader: _Scratch, effort: Effort) -> Finding:
     return Finding(
         name="atomic visibility",
         verdict="ok",
-        seen=f"not there {before} times while {size / 1e6:.0f} MB were written, then whole",
+        seen=f"not there {before} time{'' if before == 1 else 's'} while {size / 1e6:.0f} MB were written, then whole",
         means="no replica reads half an object",
     )
 

@@ -27,6 +27,14 @@ def test_a_folder_for_programs(tmp_path, capsys):
     assert LocalStore(tmp_path).list("") == []
 
 
+def test_a_folder_that_was_not_there_is_gone_again_and_its_cache_is_named(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path / "new"), "--largest", "100k"]) == 0
+    assert not (tmp_path / "new").exists()
+    assert "this machine's" in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path), "--largest", "100k", "--json"]) == 0
+    assert tmp_path.is_dir()
+
+
 def test_memory_for_people(capsys):
     assert main(["doctor", "memory://doctor", "--largest", "100k", "--parameters", "10M", "--replicas", "2"]) == 0
     captured = capsys.readouterr()
