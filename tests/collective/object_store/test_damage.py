@@ -159,7 +159,7 @@ def test_a_mean_that_is_gone_for_good_means_being_behind() -> None:
 
 REPORT = Report(
     replica=1, steps=3, tokens=None, mass=0.1, square_norm=float("nan"), finite=False, leaving=False, next_lr=1e-3,
-    preview=(0.1, 2.0), remaining=7, base="b", layout="l", metrics={"loss": 1 / 3},
+    preview=(0.1, 2.0), remaining=7, base="b", layout="l", metrics={"loss": 1 / 3}, longest_wait_seconds=0.7,
 )  # fmt: skip
 READY = Ready(run="r", round=2, attempt=1, replica=1, incarnation=3, report=REPORT, chunks=(ChunkFact("ab" * 8, 9),))
 
@@ -177,6 +177,14 @@ def test_pointers_come_back_as_they_went() -> None:
     assert parse_roster(dump_roster(roster), "k", run="r", round=2, attempt=0) == roster
     verdict = Verdict(run="r", round=2, attempt=0, shard=0, writer=(1, 3), roster="h", chunks=READY.chunks)
     assert parse_verdict(dump_verdict(verdict), "k", run="r", round=2, attempt=0, shard=0, roster="h") == verdict
+
+
+def test_a_report_that_does_not_tell_how_long_it_waited() -> None:
+    """As those of replicas that know of no such field."""
+    told = load(dump_ready(READY), "k")
+    del told["report"]["longest_wait_seconds"]
+    report = parse_ready(dump(told), "k", run="r", round=2, attempt=1, replica=1).report
+    assert report is not None and report.longest_wait_seconds is None and report.metrics == REPORT.metrics
 
 
 def changed(**fields: Any) -> bytes:
@@ -206,6 +214,8 @@ def changed(**fields: Any) -> bytes:
         changed(chunks="many"),
         changed(report={**load(dump_ready(READY), "k")["report"], "mass": "0.1x"}),
         changed(report={**load(dump_ready(READY), "k")["report"], "weight": "nan"}),
+        changed(report={**load(dump_ready(READY), "k")["report"], "longest_wait_seconds": "inf"}),
+        changed(report={**load(dump_ready(READY), "k")["report"], "longest_wait_seconds": "-0x1p+0"}),
         changed(report={**load(dump_ready(READY), "k")["report"], "replica": 0}),
     ],
 )
