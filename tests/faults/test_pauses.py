@@ -60,6 +60,15 @@ def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def _stands(pid: int | None, step: str) -> None:
+    """Wait until a process has stopped itself."""
+    assert pid is not None
+    give_up = time.monotonic() + 60
+    while _state(pid) != "T":
+        assert time.monotonic() < give_up, f"{step} was never reached"
+        time.sleep(0.005)
+
+
 @pytest.mark.processes
 @covers("stopped, woken")
 def test_a_stopped_process_is_woken_when_the_run_is_over(case: Case, tmp_path: Path) -> None:
@@ -71,7 +80,7 @@ def test_a_stopped_process_is_woken_when_the_run_is_over(case: Case, tmp_path: P
     try:
         for replica, process in others.items():
             assert lives.join(process) == 0, fleet.ended(replica)
-        assert stopped.pid is not None and _state(stopped.pid) == "T", f"{step} was never reached"
+        _stands(stopped.pid, step)
     finally:
         os.kill(stopped.pid or 0, signal.SIGCONT)
     code = lives.join(stopped)
@@ -94,11 +103,8 @@ def test_a_process_whose_id_was_taken_over_is_woken(case: Case, tmp_path: Path) 
     fleet = lives.Fleet(tmp_path, rounds=4)
     stopped = fleet.start(victim, lives.Kill(step, 1, last="roster" in step, signal=signal.SIGSTOP), machine="one")
     others = {i: fleet.start(i) for i in range(3) if i != victim}
+    _stands(stopped.pid, step)
     assert stopped.pid is not None
-    give_up = time.monotonic() + 60
-    while _state(stopped.pid) != "T":
-        assert time.monotonic() < give_up, f"{step} was never reached"
-        time.sleep(0.005)
     try:
         successor = fleet.start(victim, fresh=True, salt=1, machine="two")
         for replica, process in {**others, victim: successor}.items():
