@@ -245,8 +245,8 @@ FAULTS: dict[str, Fault] = {
     "corrupt after commit": Fault(
         what="a contribution is damaged",
         where="when the roster that names it is there",
-        outcome="used everywhere or nowhere; strict: all raise and name it, and the next attempt goes through; a direct "
-        "round that some had read already goes on without who hadn't, which stops and names it",
+        outcome="used everywhere or nowhere; strict: all raise and name it, and the next attempt goes through; a "
+        "direct round that some had read already goes on without who hadn't, which stops and names it",
         cases=quick(every(BOTH, MEMORY, MODES)),
     ),
     "sum overflows": Fault(
