@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -69,30 +68,6 @@ def test_four_processes_of_composer_are_four_replicas(undisturbed: Path) -> None
         assert one["run_name"] == f"job7-replica{index}"
         assert (undisturbed / f"job7-replica{index}" / "ep0-ba4-rank0.pt").is_file()
     assert len({one["digest"] for one in ends}) == 1
-
-
-@pytest.mark.slow
-def test_stopped_inside_an_interval_and_started_again_they_end_alike(undisturbed: Path, tmp_path: Path) -> None:
-    """SIGTERM to the launcher after batch 5 of rounds of 3; the same command again, with the script's autoresume."""
-    (tmp_path / "hold").touch()
-    process = launch(tmp_path, 8, "-n", "4")
-    try:
-        deadline = time.monotonic() + 230
-        while len(list(tmp_path.glob("holding-job7-replica*"))) < 4:
-            assert process.poll() is None and time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.05)
-        process.terminate()
-        process.communicate(timeout=100)
-    finally:
-        process.kill()
-    assert process.returncode != 0 and not list(tmp_path.glob("replica-*.json"))
-    (tmp_path / "hold").unlink()
-    end(launch(tmp_path, 8, "-n", "4"))
-    for straight, resumed in zip(results(undisturbed, 4), results(tmp_path, 4), strict=True):
-        assert resumed["digest"] == straight["digest"]
-        # From the checkpoint after batch 4 on, batch by batch.
-        assert resumed["weights"] == straight["weights"][4:]
-        assert [one[0] for one in resumed["rounds"]] == [1, 2]
 
 
 @pytest.mark.slow

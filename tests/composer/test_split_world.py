@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +11,6 @@ pytest.importorskip("composer")
 from tests.composer import split
 from tests.support.ranks import World
 
-ROOT = Path(__file__).parent.parent.parent
 PRELOAD = ["tests.composer.split"]
 pytestmark = pytest.mark.processes
 
@@ -37,15 +32,3 @@ def test_two_by_two_ddp(tmp_path: Path) -> None:
     assert len({one["digest"] for one in straight.values()}) == 1
     samples = [sample for one in straight.values() for sample in one["samples"]]
     assert len(samples) == len(set(samples)) == 4 * 8 * 2  # every process its own share
-
-
-@pytest.mark.slow
-def test_composer_s_launcher_and_an_unmodified_script(tmp_path: Path) -> None:
-    launcher = Path(sys.executable).parent / "composer"
-    logs = ("--stdout", f"{tmp_path}/{{rank}}.log", "--stderr", f"{tmp_path}/{{rank}}.err")
-    script = str(ROOT / "tests" / "composer" / "split.py")
-    run = ("-m", "composer_replication.run", "--ranks-per-replica", "2", script, str(tmp_path), "5")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([str(launcher), "-n", "4", *logs, *run], cwd=tmp_path, env=environ, check=True, timeout=200)
-    ends = [json.loads((tmp_path / f"replica-{i}-rank-{j}.json").read_text()) for i in (0, 1) for j in (0, 1)]
-    assert pattern([one["weights"] for one in ends]) == [APART, APART, TOGETHER, APART, TOGETHER]

@@ -8,6 +8,7 @@ twice or a contribution counts twice, one raises where another applies, or the f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import random
@@ -206,13 +207,14 @@ class Simulation:
 
     def _life(self, replica: Replica):
         if replica.record is None or self.random.random() < self.chances.lose_record:
-            round, base = self._newest_checkpoint()
+            recorded, (round, base) = False, self._newest_checkpoint()
         else:
-            round, base = replica.record
-            if not plan_at(self.store, RUN, round, base, self.policy.fleet, first=self.policy.first_round).expected:
-                return  # it had recorded the end
-            if self.random.random() < self.chances.diverge:
-                base = digest("nonsense", base, replica.incarnation)
+            recorded, (round, base) = True, replica.record
+        if not plan_at(self.store, RUN, round, base, self.policy.fleet, first=self.policy.first_round).expected:
+            replica.record = (round, base)
+            return  # it had recorded the end, or came after it
+        if recorded and self.random.random() < self.chances.diverge:
+            base = digest("nonsense", base, replica.incarnation)
         yield
         standing = stand(self.store, RUN, round, strict=self.strict)
         attempts, tip = dict(standing.attempts), standing.tip
@@ -274,7 +276,15 @@ class Simulation:
             if replica.id not in closed.roster.present and not left:
                 catching_up = True
             if not closed.roster.expected_next:
+                if all(self.all[other].record == (round, base) for other in closed.roster.present):
+                    self._write_final(round, base)
                 return
+
+    def _write_final(self, round: int, base: str) -> None:
+        """The last checkpoint, once all have ended alike: for whoever comes when the run is over."""
+        self._write_checkpoint(round, base)
+        with contextlib.suppress(ObjectExists):
+            self.store.put_if_absent(keys.manifest(round), manifest(round, base))
 
     def _train(self, replica: Replica, round: int):
         until = self.now + self.random.random() * 5.0
