@@ -67,10 +67,12 @@ def test_an_algorithm_given_as_a_callback_is_refused() -> None:
 
 
 def test_a_folder_that_replicas_would_share_is_pointed_out(tmp_path: Path) -> None:
+    root = tmp_path / "of" / "the" / "run"  # the last three names are looked at: not those that pytest gave
+
     def build(folder: str, run_name: str) -> None:
         ours = algorithm(InProcessFleet(2).collectives()[1])
         trainer(
-            Regression(), data(8), ours, max_duration="1ep", save_folder=str(tmp_path / folder), run_name=run_name
+            Regression(), data(8), ours, max_duration="1ep", save_folder=str(root / folder), run_name=run_name
         ).close()
 
     with pytest.warns(UserWarning, match=r"doesn't name the replica.*\{run_name\}.*-replica1"):
