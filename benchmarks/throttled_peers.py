@@ -120,7 +120,8 @@ def leader_rounds(options: argparse.Namespace, meeting: Meeting) -> Iterator[dic
     tensor = noise(options.elements, options.replica).to(DTYPES[options.codec])
 
     def there(path: str) -> bool:
-        return fs.exists(path, refresh=True)
+        fs.invalidate_cache()
+        return fs.exists(path)
 
     def await_all(paths: list[str]) -> None:
         while not all(there(path) for path in paths):
@@ -190,7 +191,7 @@ def torchft_rounds(options: argparse.Namespace, meeting: Meeting) -> Iterator[di
     _interface(options)
     rows = options.elements // 4096
     model = nn.ParameterList([nn.Parameter(torch.zeros(rows, 4096, dtype=DTYPES[options.codec]))])
-    TCPStore(options.address, 29600, is_master=True, wait_for_workers=False)
+    kept = TCPStore(options.address, 29600, is_master=True, wait_for_workers=False)  # it serves as long as it lives
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=300)),
         load_state_dict=lambda state: None,
@@ -221,6 +222,7 @@ def torchft_rounds(options: argparse.Namespace, meeting: Meeting) -> Iterator[di
             yield {"began": began, "ended": ended, "cpu_seconds": time.process_time() - used, "sent": 0, "received": 0}
     meeting.wait()
     manager.shutdown()
+    del kept
 
 
 SCHEMES: dict[str, Callable[[argparse.Namespace, Meeting], Iterator[dict[str, Any]]]] = {

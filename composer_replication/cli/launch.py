@@ -23,10 +23,11 @@ from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.place import open_run
 from composer_replication.collective.object_store.requests import there
 from composer_replication.diloco.serverless.components import check_components
-from composer_replication.diloco.serverless.executor import ReplicaHandle, ReplicaSpec
 from composer_replication.diloco.serverless.exit_codes import describe
+from composer_replication.diloco.serverless.handle import ReplicaHandle
 from composer_replication.diloco.serverless.local_process import LocalProcessExecutor
 from composer_replication.diloco.serverless.replica_entrypoint import check_writable
+from composer_replication.diloco.serverless.spec import ReplicaSpec
 from composer_replication.errors import RecipeError, ReplicationError, StoreError, StoreRefused, StoreUnavailable
 from composer_replication.recipe import Recipe, claim_folder, load_recipe, policy_of, to_yaml
 from composer_replication.recipe.schema import StoreSection
@@ -162,7 +163,7 @@ def _executor(recipe: Recipe, folder: Path) -> LocalProcessExecutor:
         restarts=section.restarts,
         backoff_seconds=section.backoff_seconds,
         grace_seconds=section.grace_seconds,
-        restart_errors=section.restart_errors,
+        error_restarts=section.error_restarts,
         env=env,
     )
 
@@ -238,9 +239,9 @@ class _Launch:
             if handle.restarts > self._told.get(handle.replica_id, 0):
                 self._told[handle.replica_id] = handle.restarts
                 why = describe(handle.exit_code) if handle.exit_code is not None else "it ended"
-                screen.say(
-                    f"replica {handle.replica_id}: {why}; restart {handle.restarts} of {self.recipe.executor.restarts}"
-                )
+                section = self.recipe.executor
+                allowed = section.restarts + section.error_restarts
+                screen.say(f"replica {handle.replica_id}: {why}; restart {handle.restarts} of {allowed}")
 
     def _view(self) -> FleetView:
         title = self.recipe.name
@@ -255,7 +256,7 @@ class _Launch:
         for handle in self.handles:
             row = known.get(handle.replica_id, Row(replica=handle.replica_id, state="starting"))
             if handle.state != "running":
-                row = replace(row, state=handle.state)
+                row = replace(row, state="restarting" if handle.will_retry else handle.state)
             if handle.restarts:
                 row = replace(row, note=f"restart {handle.restarts}")
             rows.append(row)

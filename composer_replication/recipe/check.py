@@ -62,7 +62,11 @@ def check(recipe: Recipe, place: Place) -> None:
             refuse(key, "at least 1")
     if recipe.fleet.min_replicas is not None and recipe.fleet.min_replicas > recipe.fleet.replicas:
         refuse("fleet.min_replicas", f"at most fleet.replicas ({recipe.fleet.replicas})")
-    for key in ("executor.restarts", "executor.backoff_seconds", "executor.grace_seconds", "scheduler.warmup_steps"):
+    none_negative = (
+        "executor.restarts executor.error_restarts executor.backoff_seconds executor.grace_seconds "
+        "scheduler.warmup_steps"
+    )
+    for key in none_negative.split():
         section, field = key.split(".")
         if not getattr(getattr(recipe, section), field) >= 0:
             refuse(key, "0 or more")

@@ -137,10 +137,10 @@ class FleetSection:
 @dataclass(frozen=True, kw_only=True)
 class ExecutorSection:
     name: str = "local"
-    restarts: int = 3  # of each replica
+    restarts: int = 3  # of each replica, after a preemption, a kill or a store's failure
+    error_restarts: int = 0  # and after an exception in its own code
     backoff_seconds: float = 1.0  # before the first restart; doubles with each
     grace_seconds: float = 20.0  # between asking a replica to stop and killing it
-    restart_errors: bool = False  # restart after an exception in Python, too
     env: dict[str, str] = field(default_factory=dict)  # further environment variables
 
 

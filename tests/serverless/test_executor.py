@@ -18,7 +18,7 @@ from composer_replication.diloco.serverless import (
     ReplicaSpec,
     ServerlessExecutor,
 )
-from composer_replication.diloco.serverless.executor import entrypoint_arguments
+from composer_replication.diloco.serverless.spec import entrypoint_arguments
 from composer_replication.diloco.serverless.exit_codes import Exit, describe, killed
 from composer_replication.errors import ExecutorError
 
@@ -127,7 +127,7 @@ def test_a_failed_store_and_a_preemption_are_worth_another_try(tmp_path, code, s
 
 
 def test_errors_are_started_again_when_asked_for(tmp_path):
-    executor = ScriptExecutor("sys.exit(1)", output=tmp_path, restarts=2, restart_errors=True)
+    executor = ScriptExecutor("sys.exit(1)", output=tmp_path, restarts=0, error_restarts=2)
     (result,) = executor.collect(executor.launch_replicas(specs(1)), timeout=30)
     assert result.metrics["restarts"] == 2
 
@@ -173,7 +173,7 @@ def _alive(pid: int) -> bool:
 def test_cancel_during_the_pause_before_a_restart(tmp_path):
     executor = ScriptExecutor("os.kill(os.getpid(), 9)", output=tmp_path, backoff_seconds=60.0)
     (handle,) = executor.launch_replicas(specs(1))
-    wait_for(lambda: executor.poll([handle])[0].state == "restarting")
+    wait_for(lambda: executor.poll([handle])[0].will_retry)
     executor.cancel([handle])
     assert executor.poll([handle])[0].state == "cancelled"
 

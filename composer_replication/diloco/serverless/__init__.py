@@ -28,9 +28,9 @@ _HOME = {
     "MockManager": "manager",
     "ObjectStoreAllReduce": "allreduce",
     "ObjectStoreManager": "manager",
-    "ReplicaHandle": "executor",
-    "ReplicaResult": "executor",
-    "ReplicaSpec": "executor",
+    "ReplicaHandle": "handle",
+    "ReplicaResult": "handle",
+    "ReplicaSpec": "spec",
     "ServerlessExecutor": "executor",
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["Exit", "describe", "killed"]
+__all__ = ["Exit", "again", "describe", "killed"]
 
 
 class Exit(IntEnum):
@@ -45,6 +45,14 @@ def killed(code: int) -> int | None:
         return code - 128
     # Not 255: too many programs end with -1 for reasons of their own.
     return 256 - code if 192 < code < 255 else None
+
+
+def again(code: int) -> str:
+    """What a start after this end would count as: "preemption" (the machine's, the store's or the back end's doing),
+    "error" (the user's own code), or "" if it would end alike."""
+    if killed(code) is not None or code in (Exit.PREEMPTED, Exit.STORE):
+        return "preemption"
+    return "error" if code == Exit.ERROR else ""
 
 
 def describe(code: int) -> str:

@@ -19,16 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from composer_replication.diloco.serverless.executor import (
-    ENDED,
-    BaseExecutor,
-    ReplicaHandle,
-    ReplicaResult,
-    ReplicaSpec,
-    entrypoint_command,
-    merged_environment,
-)
-from composer_replication.diloco.serverless.exit_codes import Exit, describe, killed
+from composer_replication.diloco.serverless.executor import BaseExecutor
+from composer_replication.diloco.serverless.exit_codes import Exit, again, describe
+from composer_replication.diloco.serverless.handle import ENDED, ReplicaHandle, ReplicaResult, preemption_metrics
+from composer_replication.diloco.serverless.spec import ReplicaSpec, entrypoint_command, merged_environment
 from composer_replication.errors import ExecutorError
 
 __all__ = ["LocalProcessExecutor"]
@@ -44,7 +38,8 @@ class _Job:
     changed: threading.Condition
     process: subprocess.Popen[bytes] | None = None
     state: str = "running"
-    restarts: int = 0
+    preemptions: int = 0
+    errors: int = 0
     exit_code: int | None = None
     asked_to_stop: bool = False
     notes: list[str] = field(default_factory=list)
@@ -53,16 +48,20 @@ class _Job:
     def log(self) -> Path:
         return self.folder / "log.txt"
 
+    @property
+    def restarts(self) -> int:
+        return self.preemptions + self.errors
+
 
 class LocalProcessExecutor(BaseExecutor):
     """Runs each replica as `python -m composer_replication.diloco.serverless.replica_entrypoint`.
 
     Args:
         output: folder for the replicas' logs, checkpoints and results; None for a new temporary one.
-        restarts: how often one replica may be started again.
+        restarts: how often one replica may be started again after a kill, a preemption or a store's failure.
+        error_restarts: and how often after an exception in its own code.
         backoff_seconds: pause before the first restart; doubles with each.
         grace_seconds: between asking a replica to stop and killing it.
-        restart_errors: start again after an exception in Python too, not only after a kill or a store's failure.
         env: environment variables for all replicas (a spec's `extra_env` goes over them).
         python: the interpreter; None for this one.
 
@@ -74,14 +73,15 @@ class LocalProcessExecutor(BaseExecutor):
         *,
         output: str | Path | None = None,
         restarts: int = 3,
+        error_restarts: int = 0,
         backoff_seconds: float = 1.0,
         grace_seconds: float = 20.0,
-        restart_errors: bool = False,
         env: Mapping[str, str] | None = None,
         python: str | None = None,
     ) -> None:
         for name, value in {
             "restarts": restarts,
+            "error_restarts": error_restarts,
             "backoff_seconds": backoff_seconds,
             "grace_seconds": grace_seconds,
         }.items():
@@ -91,9 +91,9 @@ class LocalProcessExecutor(BaseExecutor):
             output if output is not None else tempfile.mkdtemp(prefix="composer-replication-")
         ).absolute()
         self.restarts = restarts
+        self.error_restarts = error_restarts
         self.backoff_seconds = backoff_seconds
         self.grace_seconds = grace_seconds
-        self.restart_errors = restart_errors
         self.python = python
         self._env = dict(env or {})
         self._jobs: dict[str, _Job] = {}
@@ -149,8 +149,13 @@ class LocalProcessExecutor(BaseExecutor):
                 if job.state != "restarting":
                     return
                 pause = self.backoff_seconds * 2**job.restarts
-                job.restarts += 1
-            self._note(job, f"{describe(code)}; starting it again in {pause:g} s ({job.restarts} of {self.restarts})")
+                if again(code) == "error":
+                    job.errors += 1
+                    count = f"{job.errors} of {self.error_restarts}"
+                else:
+                    job.preemptions += 1
+                    count = f"{job.preemptions} of {self.restarts}"
+            self._note(job, f"{describe(code)}; starting it again in {pause:g} s ({count})")
             with self._changed:
                 self._changed.wait_for(lambda: job.asked_to_stop, timeout=pause)
                 if job.asked_to_stop:
@@ -171,8 +176,9 @@ class LocalProcessExecutor(BaseExecutor):
             return "completed"
         if job.asked_to_stop:
             return "cancelled"
-        again = killed(code) is not None or code in (Exit.PREEMPTED, Exit.STORE)
-        if (again or (code == Exit.ERROR and self.restart_errors)) and job.restarts < self.restarts:
+        used = {"preemption": (job.preemptions, self.restarts), "error": (job.errors, self.error_restarts)}
+        done, allowed = used.get(again(code), (0, 0))
+        if done < allowed:
             return "restarting"
         return "preempted" if code == Exit.PREEMPTED else "failed"
 
@@ -187,9 +193,14 @@ class LocalProcessExecutor(BaseExecutor):
             backend=self.backend_name,
             job_id=job_id,
             log_url=job.log.as_uri(),
-            state=job.state,
-            restarts=job.restarts,
+            state="preempted" if job.state == "restarting" else job.state,
+            attempt=job.restarts + 1,
             exit_code=job.exit_code,
+            will_retry=job.state == "restarting",
+            native=job.state,
+            reason=describe(job.exit_code) if job.exit_code else "",
+            preemptions=job.preemptions,
+            errors=job.errors,
         )
 
     def _job(self, handle: ReplicaHandle) -> _Job:
@@ -268,6 +279,7 @@ class LocalProcessExecutor(BaseExecutor):
         values = _read_result(job.folder / RESULT_FILE)
         checkpoint = values.pop("final_checkpoint_uri", None)
         metrics = {**values, "restarts": job.restarts, "exit_code": job.exit_code}
+        metrics |= preemption_metrics(handle)
         if job.state != "completed":
             metrics["error"] = describe(job.exit_code) if job.exit_code is not None else "it was never started"
         return ReplicaResult(handle.replica_id, job.state, checkpoint, metrics)

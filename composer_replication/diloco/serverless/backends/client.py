@@ -1,0 +1,30 @@
+"""Loading a service's client, and refusing what isn't on its lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+from composer_replication.errors import ExecutorError
+
+__all__ = ["check_known", "client_module"]
+
+
+def client_module(name: str, extra: str) -> Any:
+    """Import a client. Raises ExecutorError that names the extra which installs it."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ExecutorError(f"{name} isn't installed ({error}): pip install 'composer-replication[{extra}]'") from error
+
+
+def check_known(what: str, value: str, known: Iterable[str]) -> None:
+    """Raise ValueError if `value` isn't one of `known`, with the nearest that is."""
+    names = sorted(known)
+    if value in names:
+        return
+    close = get_close_matches(value.lower(), names, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(names)}."
+    raise ValueError(f"{what} {value!r} isn't known.{hint}")

@@ -1,0 +1,418 @@
+"""An executor over any service that runs containers: names, retries, budgets, marks, logs. A back end adds six methods.
+
+Invariant: all state is in the handles, the service and the store, so that a launcher can die and another go on. A
+replica's jobs are numbered; their names follow from the store's URI, so that no launcher submits one twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from composer_replication.diloco.serverless.executor import BackendUnavailable, BaseExecutor
+from composer_replication.diloco.serverless.handle import ReplicaHandle, ReplicaResult, preemption_metrics
+from composer_replication.diloco.serverless.jobs.container import RECIPE
+from composer_replication.diloco.serverless.jobs.job import Job, Seen, job_name, looks_secret, masked, run_slug
+from composer_replication.diloco.serverless.jobs.marks import Marks
+from composer_replication.diloco.serverless.jobs.verdict import Budgets, judge, next_job
+from composer_replication.diloco.serverless.spec import ReplicaSpec, check_fleet, replica_command
+from composer_replication.errors import ExecutorError, ReplicationError
+from composer_replication.store import open_store
+
+__all__ = ["JobExecutor"]
+
+logger = logging.getLogger(__name__)
+
+CONTAINER = "composer_replication.diloco.serverless.jobs.container"
+
+
+class JobExecutor(BaseExecutor):
+    """What all services have in common. Their adapters say more; these settings go for each:
+
+    Args:
+        image: the container image, by reference; it holds this package (`docker/`), or `requirements` install it.
+        time_limit_hours: of one job. None: the service's longest.
+        env: variables for all replicas (a spec's `extra_env` goes over them).
+        secrets: names of variables of *this* process that replicas need, such as `AWS_SECRET_ACCESS_KEY`. They go
+            through the service's vault, never into arguments, handles, logs or the store.
+        requirements: what pip installs in the container before the replica starts.
+        code: an archive made by `pack_code`, which becomes the replica's working directory.
+        output: the replica's folder for checkpoints, if a volume is mounted there; else it is lost with the machine,
+            and a replica that is started again goes on from the fleet's state in the store.
+        restarts: how often one replica may be submitted again after a preemption, a kill or a store's failure.
+        error_restarts: and how often after an exception in its own code.
+        backoff_seconds: before the first of these; doubles with each.
+        max_concurrent_launches: how many submissions are under way at once.
+        run_name: part of the jobs' names.
+    """
+
+    # Said by each back end.
+    extra: str = ""  # of this package, which installs the client
+    longest_seconds: int = 24 * 3600
+    name_limit: int = 63
+    has_vault: bool = True  # can the service hand over secrets?
+    ship_logs: bool = False  # the service keeps no output: the replica's goes into the store
+    relaunches_at_limit: bool = False  # a longer time limit means several jobs, one after another
+
+    poll_seconds = 10.0
+    submit_attempts = 5
+    log_pause_seconds: float = 2.0
+
+    def __init__(
+        self,
+        *,
+        image: str | None = None,
+        time_limit_hours: float | None = None,
+        env: Mapping[str, str] | None = None,
+        secrets: Sequence[str] = (),
+        requirements: Sequence[str] = (),
+        code: bytes | None = None,
+        output: str | None = None,
+        restarts: int = 3,
+        error_restarts: int = 0,
+        backoff_seconds: float = 10.0,
+        max_concurrent_launches: int = 4,
+        run_name: str = "",
+    ) -> None:
+        for name, value in {
+            "restarts": restarts,
+            "error_restarts": error_restarts,
+            "backoff_seconds": backoff_seconds,
+        }.items():
+            if value < 0:
+                raise ValueError(f"{name} must be 0 or more, got {value}")
+        if max_concurrent_launches < 1:
+            raise ValueError(f"max_concurrent_launches must be at least 1, got {max_concurrent_launches}")
+        self.image = image
+        self.env = dict(env or {})
+        self.secrets = tuple(secrets)
+        self.requirements = tuple(requirements)
+        self.code = code
+        self.output = output
+        self.max_concurrent_launches = max_concurrent_launches
+        self.run_name = run_name
+        self.time_limit_seconds = self._limit(time_limit_hours)
+        # A replica that is to run for longer than one job may is submitted again each time, beyond other restarts.
+        more = math.ceil((time_limit_hours or 0) * 3600 / self.longest_seconds) - 1
+        self.budgets = Budgets(restarts + max(0, more), error_restarts, backoff_seconds)
+        self._specs: dict[int, ReplicaSpec] = {}
+        self._marks: Marks | None = None
+        self._uri: str | None = None
+
+    # -- what a back end adds ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def check(self, job: Job) -> None:
+        """Raise ValueError or ExecutorError for what the service would refuse. Starts nothing; may ask the service."""
+
+    @abstractmethod
+    def payload(self, job: Job) -> dict[str, Any]:
+        """The request that `submit_job` sends, as plain values."""
+
+    @abstractmethod
+    def submit_job(self, job: Job) -> str:
+        """Send it; returns the service's id. Raises QuotaExceeded, BackendUnavailable, ExecutorError."""
+
+    @abstractmethod
+    def find_job(self, job: Job) -> str | None:
+        """The id of the job of this name, if the service has one, whether it runs or has ended."""
+
+    @abstractmethod
+    def look(self, job_id: str) -> Seen:
+        """How the service says the job stands. Raises BackendUnavailable."""
+
+    @abstractmethod
+    def stop_job(self, job_id: str) -> None:
+        """Ask it to end; harmless if it has."""
+
+    @abstractmethod
+    def follow(self, job_id: str) -> Iterator[str]:
+        """The job's output by lines, from the first, until it has ended or the service ends the connection."""
+
+    # -- launching -----------------------------------------------------------------------------------------------------
+
+    def launch_replicas(self, specs: list[ReplicaSpec]) -> list[ReplicaHandle]:
+        """Check everything, then submit what isn't there. Raises ValueError, ExecutorError, StoreError before that."""
+        check_fleet(specs)
+        if not specs:
+            return []
+        self._check(specs)
+        self.marks(specs[0].rendezvous_uri)
+        self._specs |= {spec.replica_id: spec for spec in specs}
+        return super().launch_replicas(specs)
+
+    def job(self, spec: ReplicaSpec, submission: int = 0) -> Job:
+        """What the service is asked for. Reads the recipe and the secrets; sends nothing."""
+        run = run_slug(spec.rendezvous_uri, self.run_name)
+        name = job_name(run, spec.replica_id, submission)
+        words = ["python", "-m", CONTAINER, f"--job={name}", f"--replica-id={spec.replica_id}"]
+        words += [f"--num-replicas={spec.num_replicas}", f"--rendezvous-uri={spec.rendezvous_uri}"]
+        if spec.recipe is not None:
+            words.append(f"--recipe-sha256={_sha256(Path(spec.recipe).read_bytes())}")
+        if self.code is not None:
+            words.append(f"--code-sha256={_sha256(self.code)}")
+        words += [f"--requirement={one}" for one in self.requirements]
+        if self.output:
+            words.append(f"--output={self.output}")
+        if self.ship_logs:
+            words.append("--ship-logs")
+        words += ["--", *replica_command(spec, recipe=RECIPE)]
+        env = {**self.env, **(spec.extra_env or {})}
+        secrets = {name: self._secret(name) for name in self.secrets}
+        secrets |= {name: env.pop(name) for name in sorted(env) if looks_secret(name)}
+        return Job(
+            name=name,
+            run=run,
+            replica=spec.replica_id,
+            submission=submission,
+            command=tuple(words),
+            env=env,
+            secrets=secrets,
+            time_limit_seconds=self.time_limit_seconds,
+        )
+
+    def shown_payload(self, spec: ReplicaSpec, submission: int = 0) -> dict[str, Any]:
+        """The request for this replica with secrets masked: what `launch --dry-run` prints."""
+        job = self.job(spec, submission)
+        return masked(self.payload(job), job.secrets.values())
+
+    def check_specs(self, specs: list[ReplicaSpec]) -> None:
+        """Raise what `launch_replicas` would raise before it starts anything."""
+        check_fleet(specs)
+        self._check(specs)
+
+    def _check(self, specs: Sequence[ReplicaSpec]) -> None:
+        for spec in specs:
+            job = self.job(spec)
+            if len(job.name) + 4 > self.name_limit:
+                raise ValueError(f"{self.backend_name}: the job's name {job.name!r} is too long: shorten run_name")
+            for name in (*job.env, *job.secrets):
+                if not name.replace("_", "a").isalnum() or name[0].isdigit():
+                    raise ValueError(f"{name!r} can't be the name of an environment variable")
+            if job.secrets and not self.has_vault:
+                raise ValueError(
+                    f"{self.backend_name} shows a job's variables to whoever may look at the job, so "
+                    f"{', '.join(sorted(job.secrets))} can't be handed over: give the job's identity access to the "
+                    "store instead (composer-replication policy), or keep them in the cloud's secret manager"
+                )
+            self.check(job)
+
+    def _limit(self, hours: float | None) -> int:
+        if hours is None:
+            return self.longest_seconds
+        if not hours > 0:
+            raise ValueError(f"time_limit_hours must be more than 0, got {hours}")
+        seconds = int(hours * 3600)
+        if seconds > self.longest_seconds and not self.relaunches_at_limit:
+            raise ValueError(
+                f"time_limit_hours={hours:g}: {self.backend_name} runs a job for {self.longest_seconds / 3600:g} hours "
+                "at most; a replica whose time is over is submitted again and goes on from the store's checkpoint"
+            )
+        return max(60, min(seconds, self.longest_seconds))
+
+    def _secret(self, name: str) -> str:
+        value = os.environ.get(name)
+        if not value:
+            raise ValueError(f"secrets: {name} isn't set in this environment")
+        return value
+
+    def _submit(self, spec: ReplicaSpec) -> ReplicaHandle:
+        marks = self.marks(spec.rendezvous_uri)
+        known = marks.handle(spec.replica_id)
+        if known is not None and known.job_id:
+            if known.backend == self.backend_name:
+                known = self._look_at(known)
+                if not known.ended or known.state == "completed":
+                    return self._saved(known)
+            elif not known.ended:
+                logger.warning("replica %d had a job on %s, which may still run", spec.replica_id, known.backend)
+        first = 0 if known is None or not known.job_id else known.submission + 1
+        return self._begin(spec, ReplicaHandle(spec.replica_id, self.backend_name, "", submission=first))
+
+    def _begin(self, spec: ReplicaSpec, handle: ReplicaHandle) -> ReplicaHandle:
+        """Submit job number `handle.submission` of a replica, or find it if somebody has."""
+        marks = self.marks(spec.rendezvous_uri)
+        job = self.job(spec, handle.submission)
+        if spec.recipe is not None:
+            marks.send(Path(spec.recipe).read_bytes())
+        if self.code is not None:
+            marks.send(self.code)
+        job_id = self.find_job(job)
+        if job_id and self._forgotten(job_id, job, marks):
+            return self._begin(spec, replace(handle, submission=handle.submission + 1))
+        job_id = job_id or self.submit_job(job)
+        return self._saved(
+            replace(
+                handle,
+                job_id=job_id,
+                name=job.name,
+                state="pending",
+                will_retry=False,
+                retry_at=None,
+                exit_code=None,
+                reason="",
+                native="",
+                attempt=handle.submission + 1,
+            )
+        )
+
+    def _forgotten(self, job_id: str, job: Job, marks: Marks) -> bool:
+        """Is this an ended job of which the store knows nothing: of a run whose store was cleared since?"""
+        return self.look(job_id).state not in ("pending", "running") and marks.read(job.replica, job.name) is None
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def marks(self, rendezvous_uri: str | None = None) -> Marks:
+        """The launch's objects in the run's store; an executor looks after one run at a time."""
+        if self._marks is None or rendezvous_uri not in (None, self._uri):
+            if rendezvous_uri is None:
+                raise ExecutorError("attach(URI) first: this executor hasn't launched anything")
+            self._marks, self._uri = Marks(open_store(rendezvous_uri)), rendezvous_uri
+        return self._marks
+
+    def attach(self, rendezvous_uri: str) -> list[ReplicaHandle]:
+        """The handles of the replicas that some launcher started on this back end."""
+        return [one for one in self.marks(rendezvous_uri).handles() if one.backend == self.backend_name]
+
+    def poll(self, handles: list[ReplicaHandle]) -> list[ReplicaHandle]:
+        with ThreadPoolExecutor(max(1, min(8, len(handles)))) as pool:
+            return list(pool.map(self._poll_one, handles))
+
+    def _poll_one(self, handle: ReplicaHandle) -> ReplicaHandle:
+        if not handle.job_id or handle.ended:
+            return handle
+        try:
+            if handle.retry_at is None:
+                found = self._look_at(handle)
+            else:
+                found = handle
+            if found.will_retry and found.retry_at is not None and self._due(found):
+                found = self._again(found)
+        except (OSError, BackendUnavailable, ReplicationError) as error:
+            logger.warning("replica %d: %s", handle.replica_id, error)
+            return replace(handle, reason=f"{self.backend_name} doesn't answer: {error}")
+        return self._saved(found) if found != handle else found
+
+    def _look_at(self, handle: ReplicaHandle) -> ReplicaHandle:
+        marks = self.marks()
+        seen = self.look(handle.job_id)
+        final = seen.timed_out and self.time_limit_seconds < self.longest_seconds  # the user's limit, not the service's
+        if seen.timed_out:
+            seen = replace(
+                seen,
+                state="failed" if final else "preempted",
+                reason=f"its time limit of {self.time_limit_seconds / 3600:g} hours was over",
+            )
+        mark = marks.read(handle.replica_id, handle.name)
+        asked = seen.state in ("failed", "preempted", "cancelled", "completed") and marks.asked_to_stop(handle.name)
+        found = judge(handle, seen, mark, asked_to_stop=asked, now=self.clock())
+        return next_job(found, self.budgets, self.clock()) if found.ended and not final else found
+
+    def _due(self, handle: ReplicaHandle) -> bool:
+        assert handle.retry_at is not None
+        # Without its spec, this process only looks on: the launcher that has it starts the replica.
+        return handle.replica_id in self._specs and self.clock() >= handle.retry_at
+
+    def _again(self, handle: ReplicaHandle) -> ReplicaHandle:
+        own = handle.state == "failed"
+        counted = replace(
+            handle,
+            submission=handle.submission + 1,
+            errors=handle.errors + own,
+            preemptions=handle.preemptions + (not own),
+        )
+        logger.warning("replica %d: %s; submitting it again", handle.replica_id, handle.reason or handle.state)
+        return self._begin(self._specs[handle.replica_id], counted)
+
+    def _saved(self, handle: ReplicaHandle) -> ReplicaHandle:
+        self.marks().save(handle)
+        return handle
+
+    def stream_logs(self, handle: ReplicaHandle, *, after: int = 0) -> Iterator[str]:
+        """The replica's output, through all of its jobs from this handle's on, until it has ended.
+
+        A connection that breaks is made again; `after` lines of the first job are passed over.
+        """
+        while handle.job_id:
+            yield from self._job_lines(handle, after)
+            after = 0
+            (present,) = self.poll([handle])
+            newer = self.marks().handle(handle.replica_id)
+            if newer is not None and newer.submission > handle.submission:
+                handle = newer
+            elif present.ended:
+                return
+            else:
+                self.sleep(self.log_pause_seconds)
+                after, handle = self._seen_lines, present
+
+    _seen_lines = 0
+
+    def _job_lines(self, handle: ReplicaHandle, after: int) -> Iterator[str]:
+        self._seen_lines = after
+        try:
+            for number, line in enumerate(self._lines(handle)):
+                if number >= after:
+                    self._seen_lines = number + 1
+                    yield line
+        except (OSError, BackendUnavailable) as error:
+            logger.warning("replica %d's log: %s; connecting again", handle.replica_id, error)
+
+    def _lines(self, handle: ReplicaHandle) -> Iterator[str]:
+        return self._shipped(handle) if self.ship_logs else self.follow(handle.job_id)
+
+    def _shipped(self, handle: ReplicaHandle) -> Iterator[str]:
+        part, partial = 0, ""
+        while True:
+            ended = self.look(handle.job_id).state not in ("pending", "running")  # looked at before reading
+            while (text := self.marks().log(handle.name, part)) is not None:
+                part += 1
+                *lines, partial = (partial + text).split("\n")
+                yield from lines
+            if ended:
+                if partial:
+                    yield partial
+                return
+            self.sleep(self.log_pause_seconds)
+
+    def cancel(self, handles: list[ReplicaHandle]) -> None:
+        def stop(handle: ReplicaHandle) -> None:
+            if handle.job_id and not handle.ended:
+                self.marks().ask_to_stop(handle.name)
+                self.stop_job(handle.job_id)
+                if handle.will_retry:
+                    self._saved(replace(handle, state="cancelled", will_retry=False, retry_at=None))
+
+        problems: list[str] = []
+        for handle in handles:
+            try:
+                stop(handle)
+            except (OSError, ReplicationError) as error:  # the others first
+                problems.append(f"replica {handle.replica_id}: {error}")
+        if problems:
+            raise ExecutorError(f"{self.backend_name} could not be asked to stop {'; '.join(problems)}")
+
+    def _result(self, handle: ReplicaHandle) -> ReplicaResult:
+        mark = self.marks().read(handle.replica_id, handle.name)
+        values = dict(mark.result) if mark is not None else {}
+        checkpoint = values.pop("final_checkpoint_uri", None)
+        if mark is not None:
+            values["job_seconds"] = mark.seen - mark.began
+        metrics = {**values, "exit_code": handle.exit_code, "restarts": handle.restarts, **preemption_metrics(handle)}
+        if handle.state != "completed":
+            metrics["error"] = handle.reason or handle.native
+        # A path in a container that is gone is no checkpoint; the fleet's last state is in the store.
+        kept = checkpoint if self.output else None
+        return ReplicaResult(handle.replica_id, handle.state, kept, metrics)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,139 @@
+"""What launchers and replicas leave in the run's store, below `launch/`.
+
+    launch/files/HASH               recipes and code that launchers send, named by their SHA-256
+    launch/replicas/R/JOB.json      the replica's own word: started, alive, ended and how
+    launch/logs/JOB/00000000.txt    its output, where the service keeps none
+    launch/handles/R.json           the handle of replica R's newest job
+    launch/cancelled/JOB            somebody asked for this job to stop
+
+Invariant: JSON and text only, small, and without credentials. A launcher that has died is replaced by reading them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from composer_replication.diloco.serverless.handle import ReplicaHandle
+from composer_replication.errors import ExecutorError, ObjectExists, ObjectMissing
+from composer_replication.store import ObjectStore
+
+__all__ = ["Mark", "Marks"]
+
+PREFIX = "launch/"
+_MAX_JSON = 1 << 20
+_MAX_FILE = 256 << 20
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A replica's own word on one of its jobs."""
+
+    job: str
+    replica: int
+    state: str = "running"  # running, or how its process ended: completed, failed, preempted
+    starts: int = 1  # how often the service has started this job
+    exit_code: int | None = None
+    began: float = 0.0  # seconds since 1970, by the replica's clock
+    seen: float = 0.0  # the last sign of life, or the end
+    host: str = ""
+    versions: str = ""
+    result: Mapping[str, Any] = field(default_factory=dict)  # what the replica's result.json says
+
+
+class Marks:
+    """The objects of one run's launches."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+
+    # -- files that launchers send -------------------------------------------------------------------------------------
+
+    def send(self, data: bytes) -> str:
+        """Store a file under its SHA-256; returns that."""
+        digest = hashlib.sha256(data).hexdigest()
+        try:
+            self.store.put_if_absent(f"{PREFIX}files/{digest}", data)
+        except ObjectExists:
+            pass
+        return digest
+
+    def fetch(self, digest: str) -> bytes:
+        """A file, checked: what isn't what the launcher sent raises ExecutorError."""
+        try:
+            data = self.store.get(f"{PREFIX}files/{digest}", max_bytes=_MAX_FILE)
+        except ObjectMissing as error:
+            raise ExecutorError(f"the file that the launcher sent isn't in {self.store.uri}: {error}") from error
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise ExecutorError(f"{PREFIX}files/{digest} in {self.store.uri} isn't what the launcher sent: not used")
+        return data
+
+    # -- replicas ------------------------------------------------------------------------------------------------------
+
+    def mark(self, mark: Mark) -> None:
+        self._write(f"replicas/{mark.replica}/{mark.job}.json", asdict(mark))
+
+    def read(self, replica: int, job: str) -> Mark | None:
+        values = self._read(f"replicas/{replica}/{job}.json")
+        known = {one.name for one in fields(Mark)}
+        return None if values is None else Mark(**{key: value for key, value in values.items() if key in known})
+
+    def add_log(self, job: str, part: int, text: str) -> None:
+        self.store.put(f"{PREFIX}logs/{job}/{part:08}.txt", text.encode("utf-8", errors="replace"))
+
+    def count_log(self, job: str) -> int:
+        """Parts that are there, found one by one: a listing is a hint only."""
+        count = len(self.store.list(f"{PREFIX}logs/{job}/"))
+        while self.log(job, count) is not None:
+            count += 1
+        return count
+
+    def log(self, job: str, part: int) -> str | None:
+        try:
+            return self.store.get(f"{PREFIX}logs/{job}/{part:08}.txt").decode("utf-8", errors="replace")
+        except ObjectMissing:
+            return None
+
+    # -- launchers -----------------------------------------------------------------------------------------------------
+
+    def save(self, handle: ReplicaHandle) -> None:
+        self._write(f"handles/{handle.replica_id}.json", handle.to_dict())
+
+    def handle(self, replica: int) -> ReplicaHandle | None:
+        values = self._read(f"handles/{replica}.json")
+        return None if values is None else ReplicaHandle.from_dict(values)
+
+    def handles(self) -> Iterator[ReplicaHandle]:
+        """Those of all replicas, by id."""
+        listed = [key.rpartition("/")[2].removesuffix(".json") for key in self.store.list(f"{PREFIX}handles/")]
+        for replica in sorted(int(name) for name in listed if name.isdigit()):
+            found = self.handle(replica)
+            if found is not None:
+                yield found
+
+    def ask_to_stop(self, job: str) -> None:
+        self.store.put(f"{PREFIX}cancelled/{job}", b"")
+
+    def asked_to_stop(self, job: str) -> bool:
+        try:
+            self.store.get(f"{PREFIX}cancelled/{job}")
+        except ObjectMissing:
+            return False
+        return True
+
+    def _write(self, key: str, values: Mapping[str, Any]) -> None:
+        self.store.put(PREFIX + key, json.dumps(values, sort_keys=True).encode())
+
+    def _read(self, key: str) -> dict[str, Any] | None:
+        try:
+            values = json.loads(self.store.get(PREFIX + key, max_bytes=_MAX_JSON))
+        except ObjectMissing:
+            return None
+        except ValueError as error:
+            raise ExecutorError(f"{PREFIX}{key} in {self.store.uri} isn't readable: {error}") from error
+        if not isinstance(values, dict):
+            raise ExecutorError(f"{PREFIX}{key} in {self.store.uri} isn't a JSON object")
+        return values
