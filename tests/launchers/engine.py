@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,6 +71,19 @@ class Engine:
         if process is not None and process.poll() is None:
             process.send_signal(signal.SIGTERM)
             threading.Timer(GRACE_SECONDS, lambda: process.poll() is None and process.kill()).start()
+
+    def follow(self, container: Container) -> Iterator[str]:
+        """The output as it comes, from the first line to the end."""
+        told = 0
+        while True:
+            with self.changed:
+                while not container.ended and len(container.lines) == told:
+                    self.changed.wait()
+                ended, lines = container.ended, container.lines[told:]
+            told += len(lines)
+            yield from lines
+            if ended:
+                return
 
     # -- for tests -----------------------------------------------------------------------------------------------------
 

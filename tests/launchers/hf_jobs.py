@@ -108,14 +108,7 @@ class Hub:
             return f"data: {json.dumps({'timestamp': '2026-11-01T00:00:00Z', 'data': text})}\n\n".encode()
 
         yield event("===== Job started at 2026-11-01 00:00:00 =====")
-        told = 0
-        while True:
-            self.engine.wait_for(lambda: container.ended or len(container.lines) > told)
-            ended, lines = container.ended, container.lines[told:]
-            told += len(lines)
-            yield from map(event, lines)
-            if ended:
-                return
+        yield from map(event, self.engine.follow(container))
 
     def _cancel(self, request: Request) -> dict[str, Any]:
         self._allowed(request)

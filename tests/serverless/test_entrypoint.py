@@ -8,9 +8,9 @@ import pytest
 
 from composer_replication import errors, isolate
 from composer_replication.diloco.serverless import LocalProcessExecutor, ReplicaSpec
-from composer_replication.diloco.serverless.spec import entrypoint_arguments, entrypoint_command
 from composer_replication.diloco.serverless.exit_codes import Exit
 from composer_replication.diloco.serverless.replica_entrypoint import _parser, _settings, exit_code, main
+from composer_replication.diloco.serverless.spec import entrypoint_arguments, entrypoint_command
 
 RECIPE = """\
 name: small

@@ -18,8 +18,8 @@ from composer_replication.diloco.serverless import (
     ReplicaSpec,
     ServerlessExecutor,
 )
-from composer_replication.diloco.serverless.spec import entrypoint_arguments
 from composer_replication.diloco.serverless.exit_codes import Exit, describe, killed
+from composer_replication.diloco.serverless.spec import entrypoint_arguments
 from composer_replication.errors import ExecutorError
 
 pytestmark = pytest.mark.processes

@@ -8,7 +8,7 @@ So the replica's own word in the store decides (`jobs/verdict.py`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
