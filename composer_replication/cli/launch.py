@@ -161,7 +161,7 @@ def _executor(recipe: Recipe, folder: Path) -> LocalProcessExecutor:
     return LocalProcessExecutor(
         output=folder,
         restarts=section.restarts,
-        backoff_seconds=section.backoff_seconds,
+        backoff_seconds=1.0 if section.backoff_seconds is None else section.backoff_seconds,
         grace_seconds=section.grace_seconds,
         error_restarts=section.error_restarts,
         env=env,

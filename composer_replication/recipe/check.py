@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from composer_replication.errors import RecipeError
+from composer_replication.recipe.backends import BACKENDS
 from composer_replication.recipe.messages import Place, nearest
 from composer_replication.recipe.schema import Recipe
 from composer_replication.recipe.settings import guards_of, outer_config, policy_of
@@ -32,8 +33,12 @@ def check(recipe: Recipe, place: Place) -> None:
             problems.append(f"{place.of(key)} must be one of {', '.join(known)}, not {value!r}.{nearest(value, known)}")
 
     one_of("trainer", recipe.trainer, ("lightning", "composer"))
-    if recipe.executor.name != "local":
-        refuse("executor.name", "local, the only one in this version")
+    one_of("executor.name", recipe.executor.name, tuple(BACKENDS))
+    for index, group in enumerate(recipe.fleet.groups):
+        one_of(f"fleet.groups.{index}.executor", group.executor, tuple(BACKENDS))
+        if group.count < 1:
+            problems.append(f"{place.of(f'fleet.groups.{index}.count')} must be at least 1, not {group.count}")
+    problems += _templates(recipe, place)
     one_of("codec", recipe.codec, ("float32", "bfloat16", "int8"))
     one_of("scheduler.name", recipe.scheduler.name, ("cosine", "linear", "constant"))
     one_of("fleet.failure_policy", recipe.fleet.failure_policy, ("strict", "skip"))
@@ -68,7 +73,8 @@ def check(recipe: Recipe, place: Place) -> None:
     )
     for key in none_negative.split():
         section, field = key.split(".")
-        if not getattr(getattr(recipe, section), field) >= 0:
+        value = getattr(getattr(recipe, section), field)
+        if value is not None and not value >= 0:
             refuse(key, "0 or more")
     if not 0 <= recipe.training.seed < 2**32:
         refuse("training.seed", "between 0 and 4294967295")
@@ -111,3 +117,15 @@ def check(recipe: Recipe, place: Place) -> None:
     except RecipeError as error:
         key, _, message = str(error).partition(": ")
         raise RecipeError(f"{place.of(key)}: {message}") from error
+
+
+def _templates(recipe: Recipe, place: Place) -> list[str]:
+    """Options are the same for all replicas of a group: nothing is filled into them."""
+    sections = {"executor.options": recipe.executor.options}
+    sections |= {f"fleet.groups.{i}.options": group.options for i, group in enumerate(recipe.fleet.groups)}
+    return [
+        f"{place.of(f'{name}.{key}')}: an option is the same for all replicas, nothing takes the place of '{{replica}}'"
+        for name, options in sections.items()
+        for key, value in options.items()
+        if "{replica}" in str(value)
+    ]

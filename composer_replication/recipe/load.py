@@ -6,8 +6,9 @@ costs a sentence and not a started fleet. Every RecipeError names the key and, w
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,30 +16,11 @@ from typing import Any
 from composer_replication.errors import RecipeError
 from composer_replication.recipe import schema
 from composer_replication.recipe.check import check
+from composer_replication.recipe.credentials import refuse_credentials
 from composer_replication.recipe.messages import Place, nearest
 from composer_replication.recipe.schema import Recipe
 
 __all__ = ["claim_folder", "load_recipe", "recipe_from", "to_yaml"]
-
-_CREDENTIAL = re.compile(
-    r"(^|_)(password|passwd|passphrase|secret|secrets|credential|credentials|api_?key|access_?key|private_?key"
-    r"|key_?id|account_?key|connection_?string|sas_?token|(hf|auth|access|session|bearer|api|security)_?token)($|_)"
-    r"|^token$",
-    re.IGNORECASE,
-)
-# In names of environment variables, where a shorter word is enough.
-_SECRET_VARIABLE = re.compile(
-    r"(^|_)(pat|pass|pw|keys?|tokens?|creds?|sas|cookie)($|_)|token$|password|passwd|passphrase|secret|credential|apikey",
-    re.IGNORECASE,
-)
-# Part of a connection string.
-_SECRET_PART = re.compile(
-    r"(^|[;,&?\s])(password|passwd|pwd|account_?key|access_?key|secret_?key|api_?key|shared_?access_?(key|signature))"
-    r"\s*=\s*[^\s;]",
-    re.IGNORECASE,
-)
-_LOGIN = re.compile(r"[^/.~:@][^/:@]+:[^@]*@")  # name:password@host, where a path or a scheme should begin
-_SIGNATURE = re.compile(r"^sig$|signature|^x-(amz|goog)-|accesskeyid$", re.IGNORECASE)  # of pre-signed links
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -66,7 +48,7 @@ def recipe_from(text: str, overrides: Iterable[str] = (), *, file: str = "") -> 
         raise RecipeError(f"{file or 'the recipe'} isn't valid YAML: {error}") from error
     if not OmegaConf.is_dict(written):
         raise RecipeError(f"{file or 'the recipe'} must be a mapping of sections (name, model, data, ...)")
-    dotted = list(overrides)
+    dotted = [_long(override) for override in overrides]
     for override in dotted:
         key, equals, _ = override.partition("=")
         if not equals or not key.strip():
@@ -74,13 +56,16 @@ def recipe_from(text: str, overrides: Iterable[str] = (), *, file: str = "") -> 
     place = Place(file, _lines(root), frozenset(o.partition("=")[0] for o in dotted))
     try:
         over = OmegaConf.from_dotlist(dotted)
-        for part in (written, over):
-            plain = OmegaConf.to_container(part, resolve=False)
+        parts: list[dict[str, Any]] = []
+        first, second = (_spelt_out(OmegaConf.to_container(part, resolve=False)) for part in (written, over))
+        for plain in (first, _with_groups_of(first, second)):
             _refuse_unknown(plain, Recipe, "", place)
-            _refuse_credentials(plain, "", place)
+            refuse_credentials(plain, "", place)
+            parts.append(_rename_class(plain))
+        _count_replicas(parts, place)
         target = OmegaConf.structured(Recipe)
         _unlock(target, OmegaConf)
-        merged = OmegaConf.merge(target, *(_rename_class(p, OmegaConf) for p in (written, over)))
+        merged = OmegaConf.merge(target, *(OmegaConf.create(part) for part in parts))
         recipe = OmegaConf.to_object(merged)
     except OmegaConfError as error:
         raise RecipeError(_explain(error, place)) from error
@@ -147,6 +132,11 @@ def _lines(node: Any, prefix: str = "") -> dict[str, int]:
             found[dotted] = key.start_mark.line + 1
             if type(value).__name__ == "MappingNode":
                 found.update(_lines(value, f"{dotted}."))
+            elif type(value).__name__ == "SequenceNode":
+                for index, one in enumerate(value.value):
+                    found[f"{dotted}.{index}"] = one.start_mark.line + 1
+                    if type(one).__name__ == "MappingNode":
+                        found.update(_lines(one, f"{dotted}.{index}."))
     return found
 
 
@@ -180,6 +170,11 @@ def _refuse_unknown(values: Any, section: type, prefix: str, place: Place) -> No
             if value is None:
                 raise RecipeError(f"{place.of(dotted)}: the section is empty; leave it out or fill it in")
             _refuse_unknown(value, inner, f"{dotted}.", place)
+        elif section is schema.FleetSection and key == "groups":
+            if not isinstance(value, list):
+                raise RecipeError(f"{place.of(dotted)} must be a list of {{executor, count, options}}, not {value!r}")
+            for index, group in enumerate(value):
+                _refuse_unknown(group, schema.GroupSection, f"{dotted}.{index}.", place)
 
 
 def _elsewhere(key: str) -> str:
@@ -191,53 +186,60 @@ def _elsewhere(key: str) -> str:
     return ""
 
 
-def _refuse_credentials(values: Any, prefix: str, place: Place) -> None:
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            dotted = f"{prefix}{key}"
-            if _CREDENTIAL.search(str(key)) and prefix != "executor.env.":
-                raise RecipeError(
-                    f"{place.of(dotted)} looks like a credential: recipes are copied and logged. Set it in the "
-                    "environment of the process instead (cloud clients read it from there)"
-                )
-            if prefix == "executor.env." and (
-                _CREDENTIAL.search(str(key)) or _SECRET_VARIABLE.search(str(key)) or _SECRET_PART.search(str(value))
-            ):
-                raise RecipeError(
-                    f"{place.of(dotted)} looks like a credential: recipes are copied and logged. Set it in the "
-                    "environment of the launcher instead, which passes it on to the replicas"
-                )
-            _refuse_credentials(value, f"{dotted}.", place)
-    elif isinstance(values, str):
-        head, separator, rest = values.partition("://")
-        authority, query = rest.split("/", 1)[0], rest.partition("?")[2]
-        place_name = prefix in ("store.uri.", "store.control.")
-        if _SECRET_PART.search(values) or (place_name and not separator and _LOGIN.match(values)):
-            raise RecipeError(
-                f"{place.of(prefix[:-1])} holds what looks like a password: set it in the environment instead"
-            )
-        if not separator or " " in head:
-            return
-        names = [part.partition("=")[0] for part in query.replace(";", "&").split("&")]
-        # A secret with a slash in it ends the authority early: what follows the colon is then no port.
-        cut = "@" in rest and not re.fullmatch(r"[^:]*(:\d*)?", authority)
-        if (
-            cut
-            or ":" in authority.rpartition("@")[0]
-            or any(_CREDENTIAL.search(n) or _SIGNATURE.search(n) for n in names)
-        ):
-            raise RecipeError(
-                f"{place.of(prefix[:-1])}: the URI holds a password or a signature; set it in the environment instead"
-            )
-
-
-def _rename_class(config: Any, OmegaConf: Any) -> Any:
+def _rename_class(plain: dict[str, Any]) -> dict[str, Any]:
     """`class` can't be the name of a field in Python; the schema calls it `class_`."""
-    plain = OmegaConf.to_container(config, resolve=False)
     for section in ("model", "data"):
         if isinstance(plain.get(section), dict) and "class" in plain[section]:
             plain[section]["class_"] = plain[section].pop("class")
-    return OmegaConf.create(plain)
+    return plain
+
+
+def _long(override: str) -> str:
+    """`executor=modal` is `executor.name=modal`."""
+    key, equals, value = override.partition("=")
+    return f"executor.name={value}" if equals and key.strip() == "executor" and value[:1] not in "{" else override
+
+
+def _spelt_out(plain: Any) -> Any:
+    """`executor: modal` is `executor: {name: modal}`."""
+    if isinstance(plain, dict) and isinstance(plain.get("executor"), str):
+        plain["executor"] = {"name": plain["executor"]}
+    return plain
+
+
+def _with_groups_of(written: Any, over: Any) -> Any:
+    """`fleet.groups.0.count=3` changes one value of the list in the file."""
+    groups, changed = ((part.get("fleet") or {}).get("groups") for part in (written, over))
+    if not isinstance(groups, list) or not isinstance(changed, dict):
+        return over
+    whole = copy.deepcopy(groups)
+    for key, values in changed.items():
+        if not str(key).isdigit() or int(key) >= len(whole) or not isinstance(values, dict):
+            raise RecipeError(f"fleet.groups.{key}: the recipe has groups 0 to {len(whole) - 1}")
+        group = whole[int(key)]
+        if isinstance(group, dict):
+            options = {**(group.get("options") or {}), **(values.get("options") or {})}
+            group |= {**values, **({"options": options} if options else {})}
+    over["fleet"]["groups"] = whole
+    return over
+
+
+def _count_replicas(parts: Sequence[dict[str, Any]], place: Place) -> None:
+    """With groups, `fleet.replicas` is their sum; said otherwise, it is refused."""
+    fleets = [part.get("fleet") or {} for part in parts]
+    groups = next((fleet["groups"] for fleet in reversed(fleets) if fleet.get("groups")), None)
+    if groups is None:
+        return
+    counts = [group.get("count", 1) for group in groups]
+    if not all(isinstance(count, int) for count in counts):
+        return  # the merge says so
+    said = next((fleet["replicas"] for fleet in reversed(fleets) if fleet.get("replicas") is not None), sum(counts))
+    if said != sum(counts):
+        raise RecipeError(
+            f"{place.of('fleet.replicas')} is {said}, but fleet.groups are {sum(counts)} replicas together "
+            f"({' + '.join(map(str, counts))}): leave it out, or correct the groups' count"
+        )
+    parts[-1].setdefault("fleet", {})["replicas"] = said
 
 
 def _escaped(value: Any) -> Any:

@@ -14,6 +14,7 @@ __all__ = [
     "DataSection",
     "ExecutorSection",
     "FleetSection",
+    "GroupSection",
     "ModelSection",
     "OptimizerSection",
     "Recipe",
@@ -116,8 +117,18 @@ class StoreSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupSection:
+    """Replicas of a fleet that run in one place."""
+
+    executor: str = "local"  # as executor.name
+    count: int = 1
+    options: dict[str, Any] = field(default_factory=dict)  # put over executor.options
+
+
+@dataclass(frozen=True, kw_only=True)
 class FleetSection:
-    replicas: int = 2
+    replicas: int = 2  # with groups: their sum
+    groups: list[GroupSection] = field(default_factory=list)  # a fleet in several places; none: all at executor.name
     failure_policy: str = "strict"  # or skip
     min_replicas: int | None = None  # skip only; null: more than half
     timeout_seconds: float = 600.0  # how long a round waits for a missing replica
@@ -136,11 +147,18 @@ class FleetSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorSection:
-    name: str = "local"
+    """Where replicas run. A string, `executor: modal`, is its name."""
+
+    name: str = "local"  # or modal, hf_jobs, sagemaker, vertex, azure_ml, volcano, kuberay, runpod
+    options: dict[str, Any] = field(
+        default_factory=dict
+    )  # that executor's own, e.g. gpu, flavor, image (docs/launchers.md)
+    code: str | None = None  # a folder that is sent along: the replicas' working directory
+    requirements: list[str] = field(default_factory=list)  # what pip installs there first
     restarts: int = 3  # of each replica, after a preemption, a kill or a store's failure
     error_restarts: int = 0  # and after an exception in its own code
-    backoff_seconds: float = 1.0  # before the first restart; doubles with each
-    grace_seconds: float = 20.0  # between asking a replica to stop and killing it
+    backoff_seconds: float | None = None  # before the first restart; doubles with each. null: 1 here, 10 elsewhere
+    grace_seconds: float = 20.0  # between asking a replica to stop and killing it; elsewhere the service's
     env: dict[str, str] = field(default_factory=dict)  # further environment variables
 
 

@@ -308,6 +308,6 @@ def test_what_else_a_bucket_binding_needs_is_said(capsys):
 
 
 def test_all_that_is_wrong_is_told_at_once_with_the_remedy(capsys, recipe):
-    wrong = ["training.steps=50", "scheduler.warmup_steps=60", "executor.name=modal"]
+    wrong = ["training.steps=50", "scheduler.warmup_steps=60", "executor.name=modl"]
     error = output(capsys, "launch", recipe, *wrong, "--dry-run", code=2)
-    assert "(add scheduler.warmup_steps=5, or another number)" in error and "the only one in this version" in error
+    assert "(add scheduler.warmup_steps=5, or another number)" in error and "Did you mean 'modal'?" in error

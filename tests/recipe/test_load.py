@@ -97,7 +97,7 @@ def test_interpolation_refers_to_other_keys():
         ("autoloco.outer_lr=0", ["autoloco.outer_lr"]),
         ("codec=int9", ["codec", "'int8'"]),
         ("trainer=composr", ["trainer", "lightning", "'composer'"]),
-        ("executor.name=modal", ["executor.name", "local"]),
+        ("executor.name=modl", ["executor.name", "'modal'"]),
         ("fleet.min_replicas=3", ["fleet.min_replicas", "fleet.replicas (2)"]),
         ("fleet.timeout_seconds=0", ["fleet.timeout_seconds"]),
         ("fleet.start_timeout_seconds=0", ["fleet.start_timeout_seconds", "positive"]),

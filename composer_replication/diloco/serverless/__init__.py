@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     )
     from composer_replication.diloco.serverless.local_process import LocalProcessExecutor
     from composer_replication.diloco.serverless.manager import MockManager, ObjectStoreManager
+    from composer_replication.diloco.serverless.mixed import MixedExecutor
 
 _HOME = {
     "BaseExecutor": "executor",
     "CollectTimeout": "executor",
     "LocalProcessExecutor": "local_process",
+    "MixedExecutor": "mixed",
     "MockManager": "manager",
     "ObjectStoreAllReduce": "allreduce",
     "ObjectStoreManager": "manager",
@@ -38,6 +40,7 @@ __all__ = [
     "BaseExecutor",
     "CollectTimeout",
     "LocalProcessExecutor",
+    "MixedExecutor",
     "MockManager",
     "ObjectStoreAllReduce",
     "ObjectStoreManager",

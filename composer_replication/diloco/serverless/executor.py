@@ -10,6 +10,7 @@ import logging
 import random
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
@@ -120,6 +121,14 @@ class BaseExecutor(ABC):
         check_fleet(specs)
         with ThreadPoolExecutor(max(1, min(self.max_concurrent_launches, len(specs)))) as pool:
             return list(pool.map(self._submit_or_tell, specs))
+
+    def check_specs(self, specs: list[ReplicaSpec]) -> None:
+        """Raise what `launch_replicas` would raise before it starts anything."""
+        check_fleet(specs)
+
+    def last_lines(self, handle: ReplicaHandle, count: int = 20) -> list[str]:
+        """The end of an ended replica's log."""
+        return list(deque(self.stream_logs(handle), maxlen=count))
 
     def _submit_or_tell(self, spec: ReplicaSpec) -> ReplicaHandle:
         try:

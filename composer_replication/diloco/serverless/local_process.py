@@ -107,11 +107,15 @@ class LocalProcessExecutor(BaseExecutor):
         """What is run for one replica. Its folder gets the log, the checkpoints and the result."""
         return [*entrypoint_command(spec, self.python), f"--output={folder}", "--stop-with-launcher"]
 
-    def launch_replicas(self, specs: list[ReplicaSpec]) -> list[ReplicaHandle]:
+    def check_specs(self, specs: list[ReplicaSpec]) -> None:
+        super().check_specs(specs)
         busy = {job.spec.replica_id for job in self._jobs.values() if job.state not in ENDED}
         for spec in specs:
             if spec.replica_id in busy:
                 raise ValueError(f"replica {spec.replica_id} is already running here")
+
+    def launch_replicas(self, specs: list[ReplicaSpec]) -> list[ReplicaHandle]:
+        self.check_specs(specs)
         return super().launch_replicas(specs)
 
     def _submit(self, spec: ReplicaSpec) -> ReplicaHandle:

@@ -1,0 +1,196 @@
+"""One fleet in several places: processes of this machine and a service's jobs, and two accounts of one service."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_replication.diloco.serverless import (
+    CollectTimeout,
+    LocalProcessExecutor,
+    ReplicaHandle,
+    ReplicaSpec,
+    ServerlessExecutor,
+)
+from composer_replication.diloco.serverless.executor import BackendUnavailable
+from composer_replication.diloco.serverless.mixed import MixedExecutor
+from composer_replication.errors import ExecutorError
+from tests.launchers import hf_jobs
+from tests.launchers.backend import Backend
+from tests.launchers.engine import Engine
+
+pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+WAITING = "import sys; print('ready'); sys.stdout.flush(); import threading; threading.Event().wait()"
+
+
+class Plain(LocalProcessExecutor):
+    """Runs the spec's command as it is."""
+
+    def command(self, spec: ReplicaSpec, folder: Path) -> list[str]:
+        import sys
+
+        return [sys.executable, *spec.command[1:]]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    engine = Engine()
+    with contextlib.closing(engine), hf_jobs.backend(engine, monkeypatch) as made:
+        yield made
+        assert made.unknown == []
+
+
+def specs(store: Path, *scripts: str) -> list[ReplicaSpec]:
+    return [
+        ReplicaSpec(i, len(scripts), store.as_uri(), command=("python", "-u", "-c", script))
+        for i, script in enumerate(scripts)
+    ]
+
+
+def quick(executor: Any) -> Any:
+    executor.poll_seconds = executor.log_pause_seconds = executor.submit_backoff_seconds = 0.02
+    return executor
+
+
+def mixed(hub: Backend, folder: Path, *counts: int, **settings: Any) -> MixedExecutor:
+    here = Plain(output=folder / "here", grace_seconds=10)
+    there = quick(hub.make(backoff_seconds=0.0, **settings))
+    executor = MixedExecutor([(here, counts[0]), (there, counts[1])])
+    executor.poll_seconds = 0.02
+    return executor
+
+
+def test_it_offers_the_verbs_and_says_whose_a_replica_is(hub: Backend, tmp_path: Path) -> None:
+    executor = mixed(hub, tmp_path, 2, 1)
+    assert isinstance(executor, ServerlessExecutor) and executor.backend_names == ("local", "hf_jobs")
+    assert [executor.executor_of(i).backend_name for i in range(3)] == ["local", "local", "hf_jobs"]
+    with pytest.raises(ValueError, match="replica 3 belongs to no group: they have replicas 0 to 2"):
+        executor.executor_of(3)
+    with pytest.raises(ValueError, match="at least 1 replica, got 0 of local"):
+        mixed(hub, tmp_path, 0, 1)
+    with pytest.raises(ValueError, match="groups is empty"):
+        MixedExecutor([])
+
+
+def test_all_of_it_runs_to_its_end_with_logs_and_results(hub: Backend, tmp_path: Path) -> None:
+    executor = mixed(hub, tmp_path, 1, 2)
+    fleet = specs(tmp_path / "store", "print('here')", "print('there')", "print('oh'); raise SystemExit(1)")
+    handles = executor.launch_replicas(list(reversed(fleet)))  # in whatever order they come
+    assert [(h.replica_id, h.backend) for h in handles] == [(2, "hf_jobs"), (1, "hf_jobs"), (0, "local")]
+    lines = [list(executor.stream_logs(handle)) for handle in handles]
+    results = executor.collect(handles, timeout=60)
+    assert [(r.replica_id, r.status) for r in results] == [(2, "failed"), (1, "completed"), (0, "completed")]
+    assert results[0].metrics["exit_code"] == 1
+    assert "there" in lines[1] and lines[2] == ["here"]
+    handles = executor.poll(handles)
+    assert executor.last_lines(handles[2], 1) == ["here"]
+    assert "oh" in executor.last_lines(handles[0], 3)
+    assert list(executor.stream_logs(handles[2], after=0)) == ["here"]
+
+
+def test_a_wrong_setting_of_the_last_group_starts_nothing(hub: Backend, tmp_path: Path) -> None:
+    executor = mixed(hub, tmp_path, 1, 1, flavor="a10g-smal")
+    fleet = specs(tmp_path / "store", f"open({str(tmp_path / 'ran')!r}, 'w')", "pass")
+    for launch in (executor.check_specs, executor.launch_replicas):
+        with pytest.raises(ValueError, match="Did you mean 'a10g-small'"):
+            launch(fleet)
+    assert hub.engine.containers == [] and not (tmp_path / "here").exists()
+    with pytest.raises(ValueError, match="replica 2 belongs to no group"):
+        executor.launch_replicas(specs(tmp_path / "store", "pass", "pass", "pass"))
+
+
+@pytest.mark.parametrize("when", ["check", "launch"])
+def test_a_place_that_does_not_answer_fails_its_own_replicas_only(
+    hub: Backend, tmp_path: Path, caplog: Any, when: str
+) -> None:
+    executor = mixed(hub, tmp_path, 1, 2)
+    there = executor.groups[1][0]
+
+    def down(*_: Any) -> Any:
+        raise BackendUnavailable("no route to it")
+
+    setattr(there, "check" if when == "check" else "launch_replicas", down)
+    fleet = specs(tmp_path / "store", "print('here')", "pass", "pass")
+    with caplog.at_level(logging.WARNING):
+        handles = executor.launch_replicas(fleet)
+    assert [(h.state, bool(h.job_id), h.reason) for h in handles[1:]] == [("failed", False, "no route to it")] * 2
+    results = executor.collect(handles, timeout=60)
+    assert [r.status for r in results] == ["completed", "failed", "failed"]
+    assert results[1].metrics == {"error": "no route to it"} and "hf_jobs did not start" in caplog.text
+    if when == "check":
+        with pytest.raises(BackendUnavailable):
+            executor.check_specs(fleet)  # `plan` tells of it
+
+
+def test_an_outage_later_leaves_the_states_as_they_were(hub: Backend, tmp_path: Path) -> None:
+    executor = mixed(hub, tmp_path, 1, 1)
+    handles = executor.launch_replicas(specs(tmp_path / "store", "pass", WAITING))
+    while not handles[0].ended:
+        executor.wait(handles, 0.02)
+        handles = executor.poll(handles)
+    there = executor.groups[1][0]
+    healthy = there.poll
+
+    def down(*_: Any) -> Any:
+        raise BackendUnavailable("no route to it")
+
+    there.poll = there.cancel = down  # type: ignore[method-assign]
+    present = executor.poll(handles)
+    assert present[0].state == "completed" and not present[1].ended and "doesn't answer" in present[1].reason
+    with pytest.raises(CollectTimeout, match=r"replicas \[1\]"):
+        executor.collect(present, timeout=0.05)
+    with pytest.raises(ExecutorError, match="no route to it"):
+        executor.cancel(present)
+    there.poll = healthy  # type: ignore[method-assign]
+    del there.cancel  # type: ignore[attr-defined]
+    executor.cancel(present)
+    assert [r.status for r in executor.collect(present, timeout=60)] == ["completed", "cancelled"]
+
+
+def test_cancel_stops_all_places_at_once(hub: Backend, tmp_path: Path) -> None:
+    executor = mixed(hub, tmp_path, 1, 1)
+    handles = executor.launch_replicas(specs(tmp_path / "store", WAITING, WAITING))
+    container = hub.container(handles[1].job_id)
+    hub.engine.wait_for(lambda: "ready" in container.lines)
+    waiting = threading.Thread(target=executor.cancel, args=(handles,))  # here it waits for the process's end
+    waiting.start()
+    hub.engine.wait_for(lambda: container.ended != "")
+    waiting.join(60)
+    assert [r.status for r in executor.collect(handles, timeout=60)] == ["cancelled", "cancelled"]
+
+
+def test_two_groups_of_one_service_are_told_apart_and_found_again(hub: Backend, tmp_path: Path) -> None:
+    def two(*counts: int) -> MixedExecutor:
+        groups = [(quick(hub.make(flavor=f, backoff_seconds=0.0)), n) for f, n in zip(FLAVORS, counts, strict=True)]
+        made = MixedExecutor(groups)
+        made.poll_seconds = 0.02
+        return made
+
+    fleet = specs(tmp_path, WAITING, WAITING, WAITING)
+    executor = two(2, 1)
+    assert executor.poll_seconds == 0.02
+    handles = executor.launch_replicas(fleet)
+    again = two(2, 1)
+    assert [h.job_id for h in again.launch_replicas(fleet)] == [h.job_id for h in handles]  # started once
+    assert len(hub.engine.containers) == 3
+    other = two(1, 2)  # on another machine, with groups of another size
+    found = other.attach(tmp_path.as_uri())
+    assert [h.job_id for h in found] == [h.job_id for h in handles]
+    other.cancel(found)
+    assert [r.status for r in executor.collect(handles, timeout=60)] == ["cancelled"] * 3
+
+
+FLAVORS = ("cpu-basic", "a10g-small")
+
+
+def test_a_handle_that_is_nobodys_is_told_so(hub: Backend, tmp_path: Path) -> None:
+    executor = mixed(hub, tmp_path, 1, 1)
+    with pytest.raises(ExecutorError, match=r"replica 7 \(elsewhere\) belongs to no group"):
+        executor.poll([ReplicaHandle(7, "elsewhere", "x")])
