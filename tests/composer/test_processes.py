@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +13,15 @@ pytest.importorskip("composer")
 
 from composer.utils import get_free_tcp_port
 
-ROOT = Path(__file__).parent.parent.parent
-SCRIPT = ROOT / "tests" / "composer" / "user_script.py"
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]  # starting replicas is slow on a busy machine
+from tests.composer.launching import ended, launched
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]  # starting replicas is slow on a busy machine
+FOUR = ("-n", "4")
 
 
-def launch(out: Path, batches: int, *flags: str) -> subprocess.Popen[str]:
-    launcher = Path(sys.executable).parent / "composer"
-    logs = ("--stdout", f"{out}/{{rank}}.log", "--stderr", f"{out}/{{rank}}.err")
-    return subprocess.Popen(
-        [str(launcher), *flags, *logs, "-m", "composer_replication.run", str(SCRIPT), str(out), str(batches)],
-        cwd=out,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RUN_NAME": "job7"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    try:
-        text = process.communicate(timeout=500)[0]
-    finally:
-        process.kill()
-    assert process.returncode == 0, text
+def train(out: Path, batches: int) -> None:
+    with launched(out, "user_script.py", batches, launcher=FOUR) as process:
+        ended(process)
 
 
 def results(out: Path, replicas: int) -> list[dict[str, Any]]:
@@ -53,7 +36,7 @@ def equal_after(ends: list[dict[str, Any]]) -> list[bool]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four replicas, 8 batches, rounds of 3."""
     out = tmp_path_factory.mktemp("undisturbed")
-    end(launch(out, 8, "-n", "4"))
+    train(out, 8)
     return out
 
 
@@ -71,12 +54,38 @@ def test_four_processes_of_composer_are_four_replicas(undisturbed: Path) -> None
 
 
 @pytest.mark.slow
+def test_stopped_inside_an_interval_and_started_again_they_end_alike(undisturbed: Path, tmp_path: Path) -> None:
+    """SIGTERM to the launcher after batch 5 of rounds of 3; the same command again, with the script's autoresume."""
+    (tmp_path / "hold").touch()
+    with launched(tmp_path, "user_script.py", 8, launcher=FOUR) as process:
+        deadline = time.monotonic() + 500
+        while len(list(tmp_path.glob("holding-job7-replica*"))) < 4:
+            assert process.poll() is None and time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.05)
+        process.terminate()
+        text = process.communicate(timeout=100)[0]
+    assert process.returncode == 143, text  # Composer's handler, in every process
+    members = [json.loads((tmp_path / "store" / "members" / f"{index}.json").read_text()) for index in range(4)]
+    assert [one["status"]["state"] for one in members] == ["preempted"] * 4
+    assert not list(tmp_path.glob("replica-*.json"))
+    (tmp_path / "hold").unlink()
+    train(tmp_path, 8)
+    for straight, resumed in zip(results(undisturbed, 4), results(tmp_path, 4), strict=True):
+        assert resumed["digest"] == straight["digest"]
+        # From the checkpoint after batch 4 on, batch by batch.
+        assert resumed["weights"] == straight["weights"][4:]
+        assert resumed["rounds"] == straight["rounds"][1:]
+
+
+@pytest.mark.slow
 def test_two_nodes_are_one_fleet(tmp_path: Path) -> None:
-    port = str(get_free_tcp_port())
-    where = ("-n", "1", "--world_size", "2", "--master_addr", "127.0.0.1", "--master_port", port)
-    nodes = [launch(tmp_path, 4, *where, "--node_rank", str(node)) for node in (0, 1)]
-    for node in nodes:
-        end(node)
+    where = ("-n", "1", "--world_size", "2", "--master_addr", "127.0.0.1", "--master_port", str(get_free_tcp_port()))
+    with (
+        launched(tmp_path, "user_script.py", 4, launcher=(*where, "--node_rank", "0")) as first,
+        launched(tmp_path, "user_script.py", 4, launcher=(*where, "--node_rank", "1")) as second,
+    ):
+        ended(first)
+        ended(second)
     ends = results(tmp_path, 2)
     assert equal_after(ends) == [False, False, True, True]
     assert [one["run_name"] for one in ends] == ["job7-replica0", "job7-replica1"]

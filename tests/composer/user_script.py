@@ -18,6 +18,7 @@ from composer import Callback, Trainer
 from composer.core import State
 from composer.models import ComposerModel
 from composer.optim import LinearScheduler
+from composer.utils.reproducibility import seed_all
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_replication.composer import AutoLoCo, replica_sampler
@@ -52,6 +53,7 @@ class Journal(Callback):
 
 
 def main(out: Path, batches: int) -> None:
+    seed_all(7)  # torch begins with any seed otherwise, and each run with weights of its own
     source = torch.Generator().manual_seed(7)
     dataset = TensorDataset(torch.randn(64, 6, generator=source), torch.randn(64, 2, generator=source))
     model, journal = Model(), Journal(out)
