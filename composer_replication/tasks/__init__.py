@@ -1,4 +1,4 @@
-"""Built-in models and data, for the quickstart and for tests: real training that fits two CPU cores.
+"""Built-in models and data: a small one that fits two CPU cores, and the causal language models of Transformers.
 
 `MODELS` and `DATA` map the names that a recipe may use to import paths, so that nothing is imported before it is asked
 for. Add your own by import path in the recipe (`model.class`, `data.class`); these tables are for what ships with us.
@@ -6,8 +6,17 @@ for. Add your own by import path in the recipe (`model.class`, `data.class`); th
 
 from __future__ import annotations
 
-__all__ = ["DATA", "MODELS"]
+__all__ = ["DATA", "DATA_URI", "LARGE", "MODELS"]
 
 # name -> "module:function". A model's function returns a torch.nn.Module, a data function a TextData.
-MODELS = {"byte_gpt": "composer_replication.tasks.byte_gpt:ByteGPT"}
-DATA = {"text_bytes": "composer_replication.tasks.text:text_bytes"}
+MODELS = {
+    "byte_gpt": "composer_replication.tasks.byte_gpt:ByteGPT",
+    "causal_lm": "composer_replication.tasks.causal_lm:causal_lm",
+}
+DATA = {
+    "text_bytes": "composer_replication.tasks.text:text_bytes",
+    "text_lm": "composer_replication.tasks.text_lm:text_lm",
+}
+# Those that a launcher doesn't build to try them: it may have neither the memory nor the files.
+LARGE = frozenset({"causal_lm", "text_lm"})
+DATA_URI = "DATA_URI"  # the variable that says where the text is, if nothing else does

@@ -1,4 +1,4 @@
-"""A language model as a ComposerModel: next-byte loss, and the same for validation. Needs `composer`."""
+"""A language model as a ComposerModel: next-token loss, and the same for validation. Needs `composer`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["LanguageModel"]
 
 
 class LanguageModel(ComposerModel):
-    """Wraps a module that maps ids (batch, time) to logits (batch, time, classes).
+    """Wraps a module that maps ids (batch, time) to logits (batch, time, classes), or to an output that has `logits`.
 
     Batches are `{"input_ids", "labels"}`, labels already shifted by one. The loss and the metric
-    `validation_loss` are in nats per byte.
+    `validation_loss` are in nats per label (a byte or a token).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -24,7 +24,8 @@ class LanguageModel(ComposerModel):
         self.model = model
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.model(batch["input_ids"])
+        outputs = self.model(batch["input_ids"])
+        return getattr(outputs, "logits", outputs)
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
         return F.cross_entropy(outputs.flatten(0, 1).float(), batch["labels"].flatten())

@@ -1,4 +1,4 @@
-"""A language model as a LightningModule: next-byte loss, the recipe's optimizer and schedule. Needs `lightning`."""
+"""A language model as a LightningModule: next-token loss, the recipe's optimizer and schedule. Needs `lightning`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["LanguageModule"]
 
 
 class LanguageModule(LightningModule):
-    """Wraps a module that maps ids (batch, time) to logits (batch, time, classes).
+    """Wraps a module that maps ids (batch, time) to logits (batch, time, classes), or to an output that has `logits`.
 
     Batches are `{"input_ids", "labels"}`, labels already shifted by one. `loss` and `validation_loss` are logged, both
-    in nats per byte.
+    in nats per label (a byte or a token).
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class LanguageModule(LightningModule):
         self._make_scheduler = make_scheduler
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self.model(batch["input_ids"])
+        outputs = self.model(batch["input_ids"])
+        logits: Tensor = getattr(outputs, "logits", outputs)
         return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:

@@ -17,21 +17,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["ByteWindows", "ResumableLoader", "TextData", "text_bytes"]
+__all__ = ["Windows", "ResumableLoader", "TextData", "text_bytes"]
 
 # Installed packages aren't the standard library; tests and tables of characters would crowd out prose and code.
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 _VALIDATION_FILE_BYTES = 8192  # of one file at most, so that validation is a sample of many
 
 
-class ByteWindows(Dataset[dict[str, Tensor]]):
-    """Windows of `context` bytes that don't overlap, each with the bytes that follow as labels.
+class Windows(Dataset[dict[str, Tensor]]):
+    """Windows of `context` bytes or tokens that don't overlap, each with those that follow as labels.
 
-    Item i is `{"input_ids": int64 (context,), "labels": int64 (context,)}`.
+    Item i is `{"input_ids": int64 (context,), "labels": int64 (context,)}`. All are full: what is left at the end is in
+    none, so that nothing is padded.
     """
 
     def __init__(self, data: Tensor, context: int):
-        assert data.dtype == torch.uint8 and data.dim() == 1
+        assert not data.is_floating_point() and data.dim() == 1
         self.data = data
         self.context = context
 
@@ -78,8 +79,8 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
 class TextData:
     """Training and validation windows and the size of a batch."""
 
-    train: ByteWindows
-    validation: ByteWindows
+    train: Windows
+    validation: Windows
     batch_size: int
     workers: int = 0
 
@@ -125,8 +126,8 @@ def text_bytes(
     else:
         train, validation = _read_folder(root, pattern, max_bytes, validation_bytes)
     data = TextData(
-        train=ByteWindows(_tensor(train), context),
-        validation=ByteWindows(_tensor(validation), context),
+        train=Windows(_tensor(train), context),
+        validation=Windows(_tensor(validation), context),
         batch_size=batch_size,
         workers=workers,
     )

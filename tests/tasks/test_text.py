@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer_replication.tasks.text import ByteWindows, ResumableLoader, text_bytes
+from composer_replication.tasks.text import ResumableLoader, Windows, text_bytes
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 
 def test_labels_are_the_next_bytes():
-    windows = ByteWindows(torch.arange(10, dtype=torch.uint8), context=4)
+    windows = Windows(torch.arange(10, dtype=torch.uint8), context=4)
     assert len(windows) == 2
     assert windows[1]["input_ids"].tolist() == [4, 5, 6, 7]
     assert windows[1]["labels"].tolist() == [5, 6, 7, 8]
@@ -71,7 +71,7 @@ def test_bad_settings_are_named(settings, word):
 
 
 def test_a_loader_goes_on_where_it_was():
-    data = ByteWindows(torch.arange(81, dtype=torch.uint8), context=8)
+    data = Windows(torch.arange(81, dtype=torch.uint8), context=8)
 
     def loader():
         return ResumableLoader(data, batch_size=2)

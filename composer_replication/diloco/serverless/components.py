@@ -114,19 +114,19 @@ def scheduler_maker(recipe: Recipe) -> Callable[[Optimizer], Any]:
 def check_components(recipe: Recipe) -> None:
     """Raise RecipeError if trainer, model, data, optimizer or schedule can't be had from this recipe.
 
-    Built-in ones are built (they are small) and tried together; of the user's own, only what can be known without
-    running them is looked at: that they can be imported and take these arguments.
+    Small built-in ones are built and tried together; of the others, only what can be known without running them is
+    looked at: that they can be imported and take these arguments.
     """
     if find_spec(recipe.trainer) is None:
         raise RecipeError(
             f"trainer: {recipe.trainer} isn't installed: pip install 'composer-replication[{recipe.trainer}]'"
         )
-    if recipe.data.name is not None:
+    if recipe.data.name is not None and recipe.data.name not in tasks.LARGE:
         data = build_data(recipe)
     else:
         data = None
         _check_arguments(_target(recipe.data, "data"), recipe.data.args, "data.args")
-    if recipe.model.name is None:
+    if recipe.model.name is None or recipe.model.name in tasks.LARGE:
         _check_arguments(_target(recipe.model, "model"), recipe.model.args, "model.args")
         return
     model = build_model(recipe)

@@ -38,6 +38,7 @@ from composer_replication.errors import (
 )
 from composer_replication.isolate import LAUNCHERS, REPLICA, REPLICAS, STORE, Identity, isolate_world, read_identity
 from composer_replication.store.base import ObjectStore
+from composer_replication.tasks import DATA_URI, MODELS
 
 __all__ = ["check_writable", "main", "run", "stop_with_launcher"]
 
@@ -45,7 +46,9 @@ _WORLDS = ("composer", "torchrun", "slurm", "openmpi", "mpi")  # launchers whose
 
 _EPILOG = f"""\
 Identity and store may come from the environment instead: {REPLICA}, {REPLICAS}, {STORE}.
-Without a recipe, --model-id and the options after it describe a run with the fixed interval (DiLoCo).
+Without a recipe, --model-id and the options after it describe a run with the fixed interval (DiLoCo). A model of the
+Hugging Face Hub, or in a folder with a config.json, is trained in bfloat16 as a causal language model on the text at
+the environment's DATA_URI: a file or a folder of .txt, .jsonl or .parquet files, or data.args.uri=...
 
 exit codes: 0 completed, 1 an exception in the model's or the data's code, 2 wrong arguments, 3 a recipe or settings
 that don't fit, 4 fenced (a newer process has taken this replica over), 5 aborted (replicas were missing), 6 diverged,
@@ -73,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     by_hand = parser.add_argument_group("without a recipe")
     add = by_hand.add_argument
     add("--trainer", default="lightning", choices=["lightning", "composer"], help="default lightning")
-    add("--model-id", default="byte_gpt", help="a built-in model or an import path (default byte_gpt)")
+    add("--model-id", default="byte_gpt", help="owner/name, a folder, a built-in model or an import path (byte_gpt)")
     add("--inner-optimizer", default="{}", help='JSON, e.g. \'{"name": "AdamW", "lr": 0.0004}\'')
     add("--sync-every", type=int, default=500, help="inner steps in a round (default 500)")
     add("--outer-rounds", type=int, default=100, help="rounds (default 100)")
@@ -186,13 +189,13 @@ def _by_hand(args: argparse.Namespace) -> Any:
     if not isinstance(optimizer, dict):
         raise RecipeError(f"--inner-optimizer must be a JSON object, not {args.inner_optimizer}")
     own = {key: optimizer.pop(key) for key in ("name", "lr", "weight_decay") if key in optimizer}
-    built_in = "." not in args.model_id and ":" not in args.model_id
+    model, data, usual = _task(args.model_id, args.overrides)
     values = {
         "name": "by-hand",
         "trainer": args.trainer,
-        "model": {"name" if built_in else "class": args.model_id},
-        "data": {"name": "text_bytes"},
-        "optimizer": {**own, "args": optimizer},
+        "model": model,
+        "data": data,
+        "optimizer": {**usual, **own, "args": optimizer},
         "scheduler": {"name": "constant"},
         "training": {"steps": args.sync_every * args.outer_rounds},
         "autoloco": {
@@ -205,6 +208,24 @@ def _by_hand(args: argparse.Namespace) -> Any:
     if args.num_replicas is not None:
         values["fleet"] = {"replicas": args.num_replicas}
     return recipe_from(json.dumps(values), args.overrides)  # JSON is YAML
+
+
+def _task(model_id: str, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(model, data, usual settings of the optimizer) that a model's name stands for."""
+    data: dict[str, Any] = {"name": "text_bytes"}
+    own_folder = (Path(model_id) / "config.json").is_file()
+    if model_id in MODELS or not own_folder and "/" not in model_id:
+        built_in = "." not in model_id and ":" not in model_id
+        return {"name" if built_in else "class": model_id}, data, {}
+    data = {"name": "text_lm", "args": {"tokenizer": model_id}}
+    if os.environ.get(DATA_URI):
+        data["args"]["uri"] = os.environ[DATA_URI]
+    elif not any(one.startswith("data.") for one in overrides):
+        raise RecipeError(
+            f"{model_id} needs text to train on: set {DATA_URI} in the replica's environment (a spec's extra_env), or "
+            "add data.args.uri=..., to a file or a folder of .txt, .jsonl or .parquet files, such as s3://bucket/text"
+        )
+    return {"name": "causal_lm", "args": {"path": model_id, "dtype": "bfloat16"}}, data, {"name": "adamw", "lr": 4e-4}
 
 
 def _check_store(uri: str, control: str | None) -> None:

@@ -28,10 +28,11 @@ ENTRYPOINT = "composer_replication.diloco.serverless.replica_entrypoint"
 class ReplicaSpec:
     """One replica's launch settings: by hand, or with `recipe`, which then says all that isn't identity.
 
-    By hand it is the fixed interval (DiLoCo): `outer_rounds` rounds of `sync_every` inner steps. `model_id` is the
-    name of a built-in model, or the import path of a LightningModule (`my_package.my_module.MyModel`) that can be
-    constructed without arguments (a ComposerModel with `trainer="composer"`). `inner_optimizer` is e.g.
-    `{"name": "AdamW", "lr": 4e-4}`.
+    By hand it is the fixed interval (DiLoCo): `outer_rounds` rounds of `sync_every` inner steps. `model_id` is a causal
+    language model, by its name on the Hugging Face Hub (`owner/name`) or its folder, which is trained on the text at
+    `extra_env["DATA_URI"]`; the name of a built-in model; or the import path of a LightningModule
+    (`my_package.my_module.MyModel`) that can be constructed without arguments (a ComposerModel with
+    `trainer="composer"`). `inner_optimizer` is e.g. `{"name": "AdamW", "lr": 4e-4}`.
     """
 
     replica_id: int
