@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--start-seconds", type=float, default=25.0, help="until all processes are up")
+    parser.add_argument("--start-seconds", type=float, default=60.0, help="until all processes are up")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.rank:
@@ -136,6 +136,8 @@ def report(fast: list[float], slow: list[float], began: float, seconds: float, b
         block = phase(start, began, seconds)
         if block in steps and phase(end, began, seconds) == block and start >= began:
             steps[block].append(end - start)
+    if not all(steps.values()):
+        sys.exit(f"no steps in some blocks: give more --start-seconds (the first step was {fast[0] - began:.1f} s late)")
     medians = [statistics.median(steps[block]) for block in range(blocks)]
     pairs = [medians[block + 1] / medians[block] for block in range(0, blocks - 1, 2)]
     quiet = [step for block in range(0, blocks, 2) for step in steps[block]]

@@ -31,7 +31,12 @@ def play(
 ) -> list[list[dict[str, Any]]]:
     """All replicas' results, by round."""
     count = len(lines.names)
-    environment = {**os.environ, **KEYS, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    environment = {
+        **os.environ,
+        **KEYS,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
