@@ -32,6 +32,7 @@ class Container:
     exit_code: int | None = None
     ended: str = ""
     starts: int = 0
+    begins: list[int] = field(default_factory=list)  # how many lines there were at each start
     stopping: str = ""  # what `ended` will be
     process: subprocess.Popen[str] | None = None
 
@@ -125,6 +126,7 @@ class Engine:
         image |= {name: os.environ[name] for name in ("TMPDIR", "PYTHONPYCACHEPREFIX") if name in os.environ}
         container.stopping = ""
         container.starts += 1
+        container.begins.append(len(container.lines))
         container.process = subprocess.Popen(
             words,
             env={**image, "OMP_NUM_THREADS": "1", **container.env},

@@ -9,7 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from composer_replication.diloco.serverless.access_policy import RendezvousAccessPolicy
     from composer_replication.diloco.serverless.allreduce import ObjectStoreAllReduce
+    from composer_replication.diloco.serverless.backends.hf_jobs import HFJobsExecutor
+    from composer_replication.diloco.serverless.backends.kuberay import KubeRayExecutor
+    from composer_replication.diloco.serverless.backends.modal import ModalExecutor
+    from composer_replication.diloco.serverless.backends.runpod import RunPodExecutor
+    from composer_replication.diloco.serverless.backends.sagemaker import SageMakerExecutor
+    from composer_replication.diloco.serverless.backends.volcano import K8sExecutor, VolcanoExecutor
     from composer_replication.diloco.serverless.executor import (
         BaseExecutor,
         CollectTimeout,
@@ -18,6 +25,7 @@ if TYPE_CHECKING:
         ReplicaSpec,
         ServerlessExecutor,
     )
+    from composer_replication.diloco.serverless.in_process import run_replica
     from composer_replication.diloco.serverless.local_process import LocalProcessExecutor
     from composer_replication.diloco.serverless.manager import MockManager, ObjectStoreManager
     from composer_replication.diloco.serverless.mixed import MixedExecutor
@@ -25,29 +33,47 @@ if TYPE_CHECKING:
 _HOME = {
     "BaseExecutor": "executor",
     "CollectTimeout": "executor",
+    "HFJobsExecutor": "backends.hf_jobs",
+    "K8sExecutor": "backends.volcano",
+    "KubeRayExecutor": "backends.kuberay",
     "LocalProcessExecutor": "local_process",
     "MixedExecutor": "mixed",
     "MockManager": "manager",
+    "ModalExecutor": "backends.modal",
     "ObjectStoreAllReduce": "allreduce",
     "ObjectStoreManager": "manager",
+    "RendezvousAccessPolicy": "access_policy",
     "ReplicaHandle": "handle",
     "ReplicaResult": "handle",
     "ReplicaSpec": "spec",
+    "RunPodExecutor": "backends.runpod",
+    "SageMakerExecutor": "backends.sagemaker",
     "ServerlessExecutor": "executor",
+    "VolcanoExecutor": "backends.volcano",
+    "run_replica": "in_process",
 }
 
 __all__ = [
     "BaseExecutor",
     "CollectTimeout",
+    "HFJobsExecutor",
+    "K8sExecutor",
+    "KubeRayExecutor",
     "LocalProcessExecutor",
     "MixedExecutor",
     "MockManager",
+    "ModalExecutor",
     "ObjectStoreAllReduce",
     "ObjectStoreManager",
+    "RendezvousAccessPolicy",
     "ReplicaHandle",
     "ReplicaResult",
     "ReplicaSpec",
+    "RunPodExecutor",
+    "SageMakerExecutor",
     "ServerlessExecutor",
+    "VolcanoExecutor",
+    "run_replica",
 ]
 
 

@@ -30,6 +30,7 @@ from typing import IO, Any
 
 from composer_replication import __version__
 from composer_replication.diloco.serverless.exit_codes import Exit, again, describe
+from composer_replication.diloco.serverless.jobs.encoded import decoded
 from composer_replication.diloco.serverless.jobs.marks import Mark, Marks
 from composer_replication.errors import ExecutorError, ReplicationError, StoreError
 from composer_replication.isolate import REPLICA, REPLICAS, STORE
@@ -57,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--code-sha256", metavar="HASH", help="fetch this archive; its folder becomes the working directory")
     add("--requirement", action="append", default=[], metavar="SPEC", help="install this with pip first")
     add("--output", metavar="FOLDER", help="for checkpoints and result (default: a temporary folder)")
+    add("--variable", action="append", default=[], metavar="NAME=VALUE", help="set this in the environment")
+    add("--once", action="store_true", help="do nothing if this job has ended before, well or not")
     add("--ship-logs", action="store_true", help="copy the output into the store")
     add("command", nargs="+", help="what to run, after --")
     return parser
@@ -64,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one job; returns its exit code."""
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_args(decoded(sys.argv[1:] if arguments is None else arguments))
+    os.environ.update(one.partition("=")[::2] for one in args.variable)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -73,6 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         marks = Marks(open_store(args.rendezvous_uri))
         before = marks.read(args.replica_id, args.job)
+        if before is not None and before.exit_code is not None and (before.exit_code == 0 or args.once):
+            # Services start a container again that has ended, and launchers submit again what they have lost sight of.
+            print(f"job {args.job}: it has ended before ({describe(before.exit_code)}); nothing is done", flush=True)
+            return before.exit_code if before.exit_code >= 0 else 128 - before.exit_code
         now = time.time()
         mark = Mark(
             *(args.job, args.replica_id),
