@@ -59,8 +59,8 @@ class ServerlessExecutor(Protocol):
         it."""
         ...
 
-    def stream_logs(self, handle: ReplicaHandle) -> Iterator[str]:
-        """The replica's log lines from the first one, as they come, until it has ended."""
+    def stream_logs(self, handle: ReplicaHandle, *, after: int = 0) -> Iterator[str]:
+        """The replica's log lines as they come, until it has ended; without the first `after` of this handle's job."""
         ...
 
     def cancel(self, handles: list[ReplicaHandle]) -> None:
@@ -111,7 +111,7 @@ class BaseExecutor(ABC):
     def poll(self, handles: list[ReplicaHandle]) -> list[ReplicaHandle]: ...
 
     @abstractmethod
-    def stream_logs(self, handle: ReplicaHandle) -> Iterator[str]: ...
+    def stream_logs(self, handle: ReplicaHandle, *, after: int = 0) -> Iterator[str]: ...
 
     @abstractmethod
     def cancel(self, handles: list[ReplicaHandle]) -> None: ...

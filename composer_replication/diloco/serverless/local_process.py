@@ -7,6 +7,7 @@ killed is started again, up to a budget; one that ended by its own decision isn'
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -105,7 +106,8 @@ class LocalProcessExecutor(BaseExecutor):
 
     def command(self, spec: ReplicaSpec, folder: Path) -> list[str]:
         """What is run for one replica. Its folder gets the log, the checkpoints and the result."""
-        return [*entrypoint_command(spec, self.python), f"--output={folder}", "--stop-with-launcher"]
+        words = entrypoint_command(spec, self.python)
+        return words if spec.command else [*words, f"--output={folder}", "--stop-with-launcher"]
 
     def check_specs(self, specs: list[ReplicaSpec]) -> None:
         super().check_specs(specs)
@@ -207,6 +209,16 @@ class LocalProcessExecutor(BaseExecutor):
             errors=job.errors,
         )
 
+    @property
+    def job_ids(self) -> list[str]:
+        """Of all that was started here."""
+        return list(self._jobs)
+
+    def handle(self, job_id: str) -> ReplicaHandle:
+        """The present handle of a job that was started here. Raises KeyError."""
+        with self._changed:
+            return self._handle(job_id, self._jobs[job_id])
+
     def _job(self, handle: ReplicaHandle) -> _Job:
         try:
             return self._jobs[handle.job_id]
@@ -228,7 +240,11 @@ class LocalProcessExecutor(BaseExecutor):
         process = self._job(handle).process
         return process.pid if process is not None and process.poll() is None else None
 
-    def stream_logs(self, handle: ReplicaHandle) -> Iterator[str]:
+    def stream_logs(self, handle: ReplicaHandle, *, after: int = 0) -> Iterator[str]:
+        """The replica's output by lines, through all its processes, until it has ended; without the first `after`."""
+        yield from itertools.islice(self._lines(handle), after, None)
+
+    def _lines(self, handle: ReplicaHandle) -> Iterator[str]:
         if not handle.job_id:
             return
         job = self._job(handle)

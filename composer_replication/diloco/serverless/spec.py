@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from composer_replication.isolate import REPLICA, REPLICAS, STORE
+
 __all__ = [
     "ReplicaSpec",
     "check_fleet",
@@ -121,5 +123,10 @@ def entrypoint_command(spec: ReplicaSpec, python: str | None = None) -> list[str
 
 
 def merged_environment(spec: ReplicaSpec, base: dict[str, str] | None = None) -> dict[str, str]:
-    """This process's environment, the executor's, then the spec's. Output isn't held back."""
-    return {**os.environ, "PYTHONUNBUFFERED": "1", **(base or {}), **(spec.extra_env or {})}
+    """This process's environment, the executor's, then the spec's. Output isn't held back.
+
+    A command of one's own learns from it who it is; the entry point is told by its arguments.
+    """
+    who = {REPLICA: str(spec.replica_id), REPLICAS: str(spec.num_replicas), STORE: spec.rendezvous_uri}
+    own = who if spec.command else {}
+    return {**os.environ, "PYTHONUNBUFFERED": "1", **own, **(base or {}), **(spec.extra_env or {})}
