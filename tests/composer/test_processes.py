@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +11,15 @@ pytest.importorskip("composer")
 
 from composer.utils import get_free_tcp_port
 
-from tests.composer.launching import ended, launched
+from tests.composer.launching import all_hold, ended, launched, results, states, stopped
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]  # starting replicas is slow on a busy machine
 FOUR = ("-n", "4")
 
 
 def train(out: Path, batches: int) -> None:
-    with launched(out, "user_script.py", batches, launcher=FOUR) as process:
+    with launched(out, batches, launcher=FOUR) as process:
         ended(process)
-
-
-def results(out: Path, replicas: int) -> list[dict[str, Any]]:
-    return [json.loads((out / f"replica-{index}.json").read_text()) for index in range(replicas)]
 
 
 def equal_after(ends: list[dict[str, Any]]) -> list[bool]:
@@ -57,16 +51,10 @@ def test_four_processes_of_composer_are_four_replicas(undisturbed: Path) -> None
 def test_stopped_inside_an_interval_and_started_again_they_end_alike(undisturbed: Path, tmp_path: Path) -> None:
     """SIGTERM to the launcher after batch 5 of rounds of 3; the same command again, with the script's autoresume."""
     (tmp_path / "hold").touch()
-    with launched(tmp_path, "user_script.py", 8, launcher=FOUR) as process:
-        deadline = time.monotonic() + 500
-        while len(list(tmp_path.glob("holding-job7-replica*"))) < 4:
-            assert process.poll() is None and time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.05)
-        process.terminate()
-        text = process.communicate(timeout=100)[0]
-    assert process.returncode == 143, text  # Composer's handler, in every process
-    members = [json.loads((tmp_path / "store" / "members" / f"{index}.json").read_text()) for index in range(4)]
-    assert [one["status"]["state"] for one in members] == ["preempted"] * 4
+    with launched(tmp_path, 8, launcher=FOUR) as process:
+        all_hold(tmp_path, 4, lambda: process.poll() is None)
+        stopped(process)
+    assert states(tmp_path, 4) == ["preempted"] * 4
     assert not list(tmp_path.glob("replica-*.json"))
     (tmp_path / "hold").unlink()
     train(tmp_path, 8)
@@ -81,8 +69,8 @@ def test_stopped_inside_an_interval_and_started_again_they_end_alike(undisturbed
 def test_two_nodes_are_one_fleet(tmp_path: Path) -> None:
     where = ("-n", "1", "--world_size", "2", "--master_addr", "127.0.0.1", "--master_port", str(get_free_tcp_port()))
     with (
-        launched(tmp_path, "user_script.py", 4, launcher=(*where, "--node_rank", "0")) as first,
-        launched(tmp_path, "user_script.py", 4, launcher=(*where, "--node_rank", "1")) as second,
+        launched(tmp_path, 4, launcher=(*where, "--node_rank", "0")) as first,
+        launched(tmp_path, 4, launcher=(*where, "--node_rank", "1")) as second,
     ):
         ended(first)
         ended(second)
