@@ -10,7 +10,7 @@ import pytest
 from tests.launchers.backend import Backend
 from tests.launchers.engine import Engine
 
-BACKENDS = ("local", "hf_jobs", "sagemaker", "modal", "runpod", "volcano", "kuberay", "vertex")
+BACKENDS = ("local", "hf_jobs", "sagemaker", "modal", "runpod", "volcano", "kuberay", "vertex", "azure_ml")
 
 
 @pytest.fixture(params=BACKENDS)

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.launchers.engine import Container, Engine
-from tests.launchers.http import Refused, Request, Service
+from tests.launchers.http import Refused, Request, Route, Service
 from tests.launchers.kubernetes_schema import problems
+from tests.launchers.kubernetes_secrets import Secrets, refused
 
 TOKEN = "a-token-of-the-tests"
 NAMESPACE = "training"
+GPU_LABEL, GPU = "nvidia.com/gpu.product", "NVIDIA-H100-80GB-HBM3"
 WHEN = "2026-11-01T00:00:00Z"
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
@@ -72,22 +74,17 @@ class Cluster:
         self.engine, self.kind = engine, kind
         self.jobs: dict[str, Record] = {}
         self.containers: dict[str, Container] = {}
-        self.secrets: dict[str, dict[str, Any]] = {}
+        self.secrets = Secrets((f"{kind.group}/{kind.version}", kind.kind))
         self.forbidden: set[str] = set()  # paths below which these credentials may not look
         self.nodes = [{"nvidia.com/gpu": "8", "cpu": "64", "memory": "512Gi"}]
         self.dry_runs = 0
         jobs = f"/apis/{kind.group}/{kind.version}/namespaces/([^/]+)/{kind.plural}"
-        secrets = f"/api/v1/namespaces/{NAMESPACE}/secrets"
         pods = f"/api/v1/namespaces/{NAMESPACE}/pods"
-        routes: list[tuple[str, str, Callable[[Request], Any]]] = [
+        routes: list[Route] = [
             ("POST", jobs, self._create),
             ("GET", f"{jobs}/([^/]+)", lambda r: self._shown(self._record(r.groups[1]))),
             ("DELETE", f"{jobs}/([^/]+)", self._delete),
-            ("POST", secrets, self._create_secret),
-            ("GET", f"{secrets}/([^/]+)", lambda r: self._secret(r.groups[0])),
-            ("PUT", f"{secrets}/([^/]+)", self._replace_secret),
-            ("PATCH", f"{secrets}/([^/]+)", self._patch_secret),
-            ("DELETE", f"{secrets}/([^/]+)", self._delete_secret),
+            *self.secrets.routes(f"/api/v1/namespaces/{NAMESPACE}/secrets"),
             ("GET", pods, self._pods),
             ("GET", f"{pods}/([^/]+)/log", self._log),
             ("GET", "/api/v1/nodes", self._nodes),
@@ -100,9 +97,9 @@ class Cluster:
     def _allowed(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
         def checked(request: Request) -> Any:
             if request.headers.get("authorization") != f"Bearer {TOKEN}":
-                raise _refused(401, "Unauthorized", "Unauthorized")
+                raise refused(401, "Unauthorized", "Unauthorized")
             if any(request.path.startswith(place) for place in self.forbidden):
-                raise _refused(403, "Forbidden", f'User "trainer" cannot get {request.path}')
+                raise refused(403, "Forbidden", f'User "trainer" cannot get {request.path}')
             answered = answer(request)
             if request.handler.command == "POST":
                 raise Refused(201, answered)  # created: the client reads no other answer
@@ -128,10 +125,10 @@ class Cluster:
     def _create(self, request: Request) -> dict[str, Any]:
         namespace, body = request.groups[0], request.json
         if namespace not in FOUND["/api/v1/namespaces"]:
-            raise _refused(404, "NotFound", f'namespaces "{namespace}" not found')
+            raise refused(404, "NotFound", f'namespaces "{namespace}" not found')
         self._check(request, body)
         if body["metadata"]["name"] in self.jobs and not self.jobs[body["metadata"]["name"]].gone:
-            raise _refused(409, "AlreadyExists", f'{self.kind.plural} "{body["metadata"]["name"]}" already exists')
+            raise refused(409, "AlreadyExists", f'{self.kind.plural} "{body["metadata"]["name"]}" already exists')
         record = Record(body)
         if request.query.get("dryRun") == ["All"]:
             self.dry_runs += 1
@@ -139,9 +136,9 @@ class Cluster:
         assert "dryRun" not in request.query
         refusal = self.engine.refusal()
         if refusal == "quota":
-            raise _refused(403, "Forbidden", f'"{record.name}" is forbidden: exceeded quota: gpus, used: 8, limited: 8')
+            raise refused(403, "Forbidden", f'"{record.name}" is forbidden: exceeded quota: gpus, used: 8, limited: 8')
         if refusal:
-            raise _refused(503, "ServiceUnavailable", "the server is currently unable to handle the request")
+            raise refused(503, "ServiceUnavailable", "the server is currently unable to handle the request")
         self.jobs[record.name] = record
         self._start(record)
         return self._shown(record)
@@ -149,13 +146,13 @@ class Cluster:
     def _check(self, request: Request, body: dict[str, Any]) -> None:
         found = problems(self.kind.schema, body)
         if found and request.query.get("fieldValidation") == ["Strict"]:
-            raise _refused(400, "BadRequest", f"strict decoding error: {'; '.join(found)}")
+            raise refused(400, "BadRequest", f"strict decoding error: {'; '.join(found)}")
         assert not found, found  # a server that wasn't asked to be strict would drop fields in silence
         metadata = body["metadata"]
         assert set(metadata) <= {"name", "namespace", "labels", "annotations"} and metadata["namespace"] == NAMESPACE
         for name in (metadata["name"], *metadata["labels"].values()):
             if not NAME.fullmatch(name):
-                raise _refused(422, "Invalid", f"{name!r} is not a DNS-1035 label")
+                raise refused(422, "Invalid", f"{name!r} is not a DNS-1035 label")
         from kubernetes.client import V1PodSpec
 
         V1PodSpec.model_validate(self.kind.template(body)["spec"])  # the client's own model takes no unknown fields
@@ -184,7 +181,7 @@ class Cluster:
     def _record(self, name: str) -> Record:
         record = self.jobs.get(name)
         if record is None or record.gone:
-            raise _refused(404, "NotFound", f'{self.kind.plural}.{self.kind.group} "{name}" not found')
+            raise refused(404, "NotFound", f'{self.kind.plural}.{self.kind.group} "{name}" not found')
         return record
 
     def _shown(self, record: Record) -> dict[str, Any]:
@@ -204,9 +201,7 @@ class Cluster:
         record.deleting = True
         if record.container is not None:
             self.engine.stop(record.container)
-        for name, secret in list(self.secrets.items()):  # the garbage collector
-            if any(one["uid"] == f"uid-{record.name}" for one in secret["metadata"].get("ownerReferences", [])):
-                del self.secrets[name]
+        self.secrets.collect_garbage(f"uid-{record.name}")
         return self._shown(record)
 
     # -- pods ----------------------------------------------------------------------------------------------------------
@@ -237,7 +232,7 @@ class Cluster:
         metadata = {
             "name": f"{record.name}-replica-0",
             "namespace": NAMESPACE,
-            "uid": f"pod-{record.name}",
+            "uid": f"pod-{record.name}-{0 if container is None else container.starts}",
             "creationTimestamp": WHEN,
             "labels": {**template["metadata"]["labels"], **self.kind.labels(record)},
         }
@@ -253,59 +248,39 @@ class Cluster:
         record = self._record(request.groups[0].removesuffix("-replica-0"))
         assert request.query["follow"] == ["true"]
         if record.container is None:
-            raise _refused(400, "BadRequest", f'container in pod "{request.groups[0]}" is waiting to start')
-        lines = self.kind.log(record, self.engine.follow(record.container))
+            raise refused(400, "BadRequest", f'container in pod "{request.groups[0]}" is waiting to start')
+        lines = self.kind.log(record, self._lines(record.container))
         return (f"{line}\n".encode() for line in lines)
 
-    # -- Secrets and what else is there --------------------------------------------------------------------------------
+    def _lines(self, container: Container) -> Iterator[str]:
+        """Of the present pod; one that takes its place has a log of its own."""
+        with self.engine.changed:
+            start, told = len(container.begins), container.begins[-1]
+        while True:
+            with self.engine.changed:
+                while not (container.ended or len(container.begins) > start or len(container.lines) > told):
+                    self.engine.changed.wait()
+                end = container.begins[start] if len(container.begins) > start else None
+                over, lines = end is not None or bool(container.ended), container.lines[told:end]
+            told += len(lines)
+            yield from lines
+            if over:
+                return
 
-    def _secret(self, name: str) -> dict[str, Any]:
-        if name not in self.secrets:
-            raise _refused(404, "NotFound", f'secrets "{name}" not found')
-        return {key: value for key, value in self.secrets[name].items() if key != "stringData"}
-
-    def _create_secret(self, request: Request) -> dict[str, Any]:
-        body = self._checked_secret(request)
-        name = body["metadata"]["name"]
-        if name in self.secrets:
-            raise _refused(409, "AlreadyExists", f'secrets "{name}" already exists')
-        self.secrets[name] = body
-        return self._secret(name)
-
-    def _replace_secret(self, request: Request) -> dict[str, Any]:
-        self._secret(request.groups[0])
-        self.secrets[request.groups[0]] = self._checked_secret(request)
-        return self._secret(request.groups[0])
-
-    def _checked_secret(self, request: Request) -> dict[str, Any]:
-        from kubernetes.client import V1Secret
-
-        V1Secret.model_validate(request.json)
-        return request.json
-
-    def _patch_secret(self, request: Request) -> dict[str, Any]:
-        from kubernetes.client import V1OwnerReference
-
-        self._secret(request.groups[0])
-        (owner,) = request.json["metadata"]["ownerReferences"]
-        V1OwnerReference.model_validate(owner)
-        assert request.json == {"metadata": {"ownerReferences": [owner]}} and owner["uid"] == f"uid-{owner['name']}"
-        assert (owner["apiVersion"], owner["kind"]) == (f"{self.kind.group}/{self.kind.version}", self.kind.kind)
-        self.secrets[request.groups[0]]["metadata"]["ownerReferences"] = [owner]
-        return self._secret(request.groups[0])
-
-    def _delete_secret(self, request: Request) -> dict[str, Any]:
-        self._secret(request.groups[0])
-        del self.secrets[request.groups[0]]
-        return {"kind": "Status", "status": "Success"}
+    # -- what else is there --------------------------------------------------------------------------------------------
 
     def _one(self, name: str, names: list[str]) -> dict[str, Any]:
         if name not in names:
-            raise _refused(404, "NotFound", f'"{name}" not found')
+            raise refused(404, "NotFound", f'"{name}" not found')
         return _named(name)
 
     def _nodes(self, request: Request) -> dict[str, Any]:
-        return {"items": [{"metadata": {"name": "node"}, "status": {"allocatable": one}} for one in self.nodes]}
+        return {
+            "items": [
+                {"metadata": {"name": "node", "labels": {GPU_LABEL: GPU}}, "status": {"allocatable": one}}
+                for one in self.nodes
+            ]
+        }
 
 
 def expanded(text: str, env: dict[str, str]) -> str:
@@ -316,8 +291,3 @@ def expanded(text: str, env: dict[str, str]) -> str:
 
 def _named(name: str) -> dict[str, Any]:
     return {"metadata": {"name": name}, "value": 1000}
-
-
-def _refused(code: int, reason: str, message: str) -> Refused:
-    status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": message}
-    return Refused(code, {**status, "reason": reason, "code": code})

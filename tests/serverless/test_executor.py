@@ -57,7 +57,8 @@ def test_it_is_an_executor_with_the_promised_verbs(tmp_path):
 
 
 def test_public_names_resolve_and_are_listed():
-    other = {"MockManager": "ObjectStoreManager"}  # the name that torchft's users look for
+    # The names that torchft's users and Kubernetes' look for.
+    other = {"MockManager": "ObjectStoreManager", "K8sExecutor": "VolcanoExecutor"}
     for name in serverless.__all__:
         assert getattr(serverless, name).__name__ == other.get(name, name)
     assert set(serverless.__all__) <= set(dir(serverless))

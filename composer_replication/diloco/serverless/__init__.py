@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from composer_replication.diloco.serverless.backends.modal import ModalExecutor
     from composer_replication.diloco.serverless.backends.runpod import RunPodExecutor
     from composer_replication.diloco.serverless.backends.sagemaker import SageMakerExecutor
+    from composer_replication.diloco.serverless.backends.vertex import VertexExecutor
     from composer_replication.diloco.serverless.backends.volcano import K8sExecutor, VolcanoExecutor
     from composer_replication.diloco.serverless.executor import (
         BaseExecutor,
@@ -49,6 +50,7 @@ _HOME = {
     "RunPodExecutor": "backends.runpod",
     "SageMakerExecutor": "backends.sagemaker",
     "ServerlessExecutor": "executor",
+    "VertexExecutor": "backends.vertex",
     "VolcanoExecutor": "backends.volcano",
     "run_replica": "in_process",
 }
@@ -72,6 +74,7 @@ __all__ = [
     "RunPodExecutor",
     "SageMakerExecutor",
     "ServerlessExecutor",
+    "VertexExecutor",
     "VolcanoExecutor",
     "run_replica",
 ]

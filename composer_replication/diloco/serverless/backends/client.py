@@ -25,6 +25,8 @@ def check_known(what: str, value: str, known: Iterable[str]) -> None:
     names = sorted(known)
     if value in names:
         return
-    close = get_close_matches(value.lower(), names, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(names)}."
+    spelt = {name.lower(): name for name in names}
+    longer = sorted((name for name in spelt if value and value.lower() in name), key=len)  # a name cut short
+    close = longer or get_close_matches(value.lower(), spelt, n=1, cutoff=0.5)
+    hint = f" Did you mean {spelt[close[0]]!r}?" if close else f" There are: {', '.join(names)}."
     raise ValueError(f"{what} {value!r} isn't known.{hint}")

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from composer_replication.diloco.serverless.backends.client import check_known
-from composer_replication.diloco.serverless.backends.kubernetes import KubernetesExecutor, failed, pending
-from composer_replication.diloco.serverless.backends.pods import container_manifest, pod_spec
+from composer_replication.diloco.serverless.backends.kubernetes import KubernetesExecutor
+from composer_replication.diloco.serverless.backends.pods import container_manifest, failed, pending, pod_spec
 from composer_replication.diloco.serverless.jobs.encoded import encoded
 from composer_replication.diloco.serverless.jobs.job import Job, Seen
 
@@ -90,18 +90,16 @@ class KubeRayExecutor(KubernetesExecutor):
             return super().log_source(job_id)[0], SUBMITTER
         return f"job-name={job_id}", None  # the submitter is a Kubernetes Job of the RayJob's name
 
-    def follow(self, job_id: str) -> Iterator[str]:
-        """The replica's lines; the submitter's own words before them only if there are none of the replica."""
+    def output(self, job_id: str, lines: Iterator[str]) -> Iterator[str]:
+        """Without what the submitter says before the replica begins, unless it never does."""
         before: list[str] = []
-        begun = False
-        for line in super().follow(job_id):
-            begun = begun or line.startswith(f"job {job_id}: ")
-            if begun:
+        for line in lines:
+            if line.startswith(f"job {job_id}: "):
                 yield line
-            else:
-                before.append(line)
-        if not begun:
-            yield from before
+                yield from lines
+                return
+            before.append(line)
+        yield from before
 
     def seen(self, status: Mapping[str, Any], pods: Callable[[], list[Any]]) -> Seen:
         deployment, ray = status.get("jobDeploymentStatus") or "", status.get("jobStatus") or ""

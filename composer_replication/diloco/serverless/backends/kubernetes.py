@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-from composer_replication.diloco.serverless.backends.kubernetes_checks import Reference, check_gpus, check_references
+from composer_replication.diloco.serverless.backends.kubernetes_checks import Reference, check_nodes, check_references
 from composer_replication.diloco.serverless.backends.kubernetes_client import EXTRA, Api, Exists, Missing
-from composer_replication.diloco.serverless.backends.pods import JOB_LABEL, PodSettings, fate, waiting_for
+from composer_replication.diloco.serverless.backends.pods import JOB_LABEL, PodSettings
 from composer_replication.diloco.serverless.jobs.job import Job, Seen, masked
 from composer_replication.diloco.serverless.jobs.job_executor import JobExecutor
 from composer_replication.diloco.serverless.spec import ReplicaSpec
@@ -141,6 +141,10 @@ class KubernetesExecutor(JobExecutor):
         """(label selector, container) of the pods whose log is the replica's output."""
         return f"{JOB_LABEL}={job_id}", None
 
+    def output(self, job_id: str, lines: Iterator[str]) -> Iterator[str]:
+        """The replica's lines among those of a pod."""
+        return lines
+
     def on_objects(self, verb: str, *args: Any, **more: Any) -> Any:
         """`verb` a job of this kind."""
         function = getattr(self.api.objects, f"{verb}_namespaced_custom_object")
@@ -151,8 +155,8 @@ class KubernetesExecutor(JobExecutor):
     def check(self, job: Job) -> None:
         if not self.image:
             raise ValueError(f"{self.backend_name} needs an image that holds this package, such as 'registry/image:1'")
-        _ = self._checked
         try:
+            _ = self._checked
             self.on_objects("create", self.payload(job), dry_run="All", field_validation="Strict")
         except Exists:
             pass  # launched before
@@ -163,8 +167,7 @@ class KubernetesExecutor(JobExecutor):
     def _checked(self) -> bool:
         """Once for all replicas."""
         check_references(self.api, self.references())
-        if self.pod.gpus:
-            check_gpus(self.api, self.pod.gpu_resource)
+        check_nodes(self.api, self.pod)
         return True
 
     def payload(self, job: Job) -> dict[str, Any]:
@@ -286,21 +289,10 @@ class KubernetesExecutor(JobExecutor):
                 self.sleep(self.log_pause_seconds)
                 continue
             uid = begun.metadata.uid
-            for number, line in enumerate(self.api.pod_lines(begun.metadata.name, self.namespace, container)):
+            lines = self.api.pod_lines(begun.metadata.name, self.namespace, container)
+            for number, line in enumerate(self.output(job_id, lines)):
                 told[uid] = max(told.get(uid, 0), number + 1)
                 yield line
             if any(pod.metadata.uid == uid and pod.status.phase == "Running" for pod in self._pods(selector)):
                 return  # the connection has ended, not the container
             done.add(uid)
-
-
-def failed(native: str, pods: list[Any], *, attempt: int, reason: str = "") -> Seen:
-    """An ended job that wasn't completed, by what its pods say."""
-    end = fate(pods)
-    state = "preempted" if end.preempted else "failed"
-    words = end.reason or reason
-    return Seen(state, native, words, end.exit_code, attempt=attempt, timed_out=end.timed_out)
-
-
-def pending(native: str, pods: list[Any], *, attempt: int, reason: str = "") -> Seen:
-    return Seen("pending", native, waiting_for(pods) or reason, attempt=attempt)

@@ -5,15 +5,19 @@ Invariant: what these credentials may not look at passes, since whoever may star
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from composer_replication.diloco.serverless.backends.client import check_known
 from composer_replication.diloco.serverless.backends.kubernetes_client import Api, Forbidden, Missing
+from composer_replication.diloco.serverless.backends.pods import PodSettings
 from composer_replication.errors import ExecutorError
 
-__all__ = ["Reference", "check_gpus", "check_references"]
+__all__ = ["Reference", "check_nodes", "check_references"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,10 @@ class Reference:
 
 
 def check_references(api: Api, references: Iterable[Reference]) -> None:
-    """Raise ValueError for the first that isn't there, with the nearest name that is."""
+    """Raise ValueError for the first that isn't there, with the nearest name that is.
+
+    Raises Missing where the cluster has no such kind of thing at all.
+    """
     for one in references:
         try:
             api.call(one.read)
@@ -40,15 +47,21 @@ def check_references(api: Api, references: Iterable[Reference]) -> None:
             raise ValueError(f"{one.what} {one.name!r} isn't known in this cluster: {error}") from error
 
 
-def check_gpus(api: Api, resource: str) -> None:
-    """Raise ValueError if the nodes offer devices, but none of this name. Clusters may make nodes on demand."""
+def check_nodes(api: Api, pod: PodSettings) -> None:
+    """Raise ValueError if the nodes offer devices, but none of the pod's name. Clusters may make nodes on demand, so
+    labels that none has now are only told."""
     try:
         nodes = api.call(api.core.list_node).items
     except Forbidden:
         return
     offered = {name for node in nodes for name in node.status.allocatable or {} if "/" in name}
-    if offered:
-        check_known("gpu_resource", resource, offered)
+    if offered and pod.gpus:
+        check_known("gpu_resource", pod.gpu_resource, offered)
+    for label, value in pod.node_selector.items():
+        there = {(node.metadata.labels or {}).get(label) for node in nodes} - {None}
+        if value not in there:
+            has = f"; there are {', '.join(sorted(there))}" if there else ""
+            logger.warning("node_selector: no node has %s=%s now%s", label, value, has)
 
 
 def _names(api: Api, reference: Reference) -> list[str]:
@@ -56,6 +69,8 @@ def _names(api: Api, reference: Reference) -> list[str]:
         return []
     try:
         found = api.call(reference.names)
+    except Missing:
+        raise
     except ExecutorError:
         return []
     if isinstance(found, dict):

@@ -21,8 +21,8 @@ from composer_replication.errors import ExecutorError
 __all__ = ["EXTRA", "Api", "Exists", "Forbidden", "Missing"]
 
 EXTRA = "kubernetes"
-_CALL_SECONDS = 30.0
-_SILENT_LOG_SECONDS = 600.0  # then the connection is made anew: it may be dead
+_CALL_SECONDS = 30  # whole numbers: older clients take no others
+_SILENT_LOG_SECONDS = 600  # then the connection is made anew: it may be dead
 
 
 class Missing(ExecutorError):

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_replication.diloco.serverless.jobs.job import Job
+from composer_replication.diloco.serverless.jobs.job import Job, Seen
 
-__all__ = ["CONTAINER", "JOB_LABEL", "Fate", "PodSettings", "container_manifest", "fate", "pod_spec", "waiting_for"]
+__all__ = ["JOB_LABEL", "PodSettings", "container_manifest", "failed", "literal", "pending", "pod_spec"]
 
 CONTAINER = "replica"
 JOB_LABEL = "composer-replication-job"
@@ -158,6 +158,18 @@ def waiting_for(pods: Iterable[Any]) -> str:
             if one.type == "PodScheduled" and one.status == "False":
                 return ": ".join(filter(None, [one.reason, one.message]))
     return ""
+
+
+def failed(native: str, pods: list[Any], *, attempt: int, reason: str = "") -> Seen:
+    """An ended job that wasn't completed, by what its pods say."""
+    end = fate(pods)
+    state = "preempted" if end.preempted else "failed"
+    words = end.reason or reason
+    return Seen(state, native, words, end.exit_code, attempt=attempt, timed_out=end.timed_out)
+
+
+def pending(native: str, pods: list[Any], *, attempt: int, reason: str = "") -> Seen:
+    return Seen("pending", native, waiting_for(pods) or reason, attempt=attempt)
 
 
 def _created(pod: Any) -> tuple[str, str]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from composer_replication.diloco.serverless.backends.kubernetes import KubernetesExecutor, failed, pending
+from composer_replication.diloco.serverless.backends.kubernetes import KubernetesExecutor
 from composer_replication.diloco.serverless.backends.kubernetes_checks import Reference
-from composer_replication.diloco.serverless.backends.pods import container_manifest, literal, pod_spec
+from composer_replication.diloco.serverless.backends.pods import container_manifest, failed, literal, pending, pod_spec
 from composer_replication.diloco.serverless.jobs.job import Job, Seen
 
 __all__ = ["K8sExecutor", "VolcanoExecutor"]
