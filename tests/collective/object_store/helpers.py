@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,32 @@ QUICK: dict[str, Any] = {
     "heartbeat_seconds": 0.05,
     "timeout_seconds": 30.0,
 }
+
+
+class Clock:
+    """A fleet's time, which a test moves on instead of sleeping: `Fleet(..., **clock.settings)`."""
+
+    def __init__(self) -> None:
+        self._ahead, self._sleeps, self._changed = 0.0, 0, threading.Condition()
+        self.settings: dict[str, Any] = {"clock": lambda: time.monotonic() + self._ahead, "sleep": self._sleep}
+
+    def _sleep(self, seconds: float) -> None:
+        with self._changed:
+            self._sleeps += 1
+            self._changed.notify_all()
+        time.sleep(seconds)
+
+    def looks(self) -> None:
+        """Wait until the one collective that waits has looked at the store, from beginning to end."""
+        with self._changed:
+            then = self._sleeps
+            assert self._changed.wait_for(lambda: self._sleeps >= then + 2, timeout=20.0), "nobody waits"
+
+    def move(self, seconds: float) -> None:
+        """On by so much while one collective waits, which then looks again."""
+        self.looks()
+        self._ahead += seconds
+        self.looks()
 
 
 def join(store: ObjectStore, replica: int, replicas: int, **settings: Any) -> ObjectStoreCollective:
@@ -65,4 +93,4 @@ def scalar(outcome: RoundOutcome) -> float:
     return mean_of(outcome, SCALAR).item()
 
 
-__all__ = ["QUICK", "Fleet", "attempt", "digest", "join", "scalar"]
+__all__ = ["QUICK", "Clock", "Fleet", "attempt", "digest", "join", "scalar"]

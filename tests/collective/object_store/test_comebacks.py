@@ -19,7 +19,7 @@ from composer_replication.errors import FleetMismatch, ObjectCorrupt, ReplicaTak
 from composer_replication.store import LocalStore, MemoryStore
 from composer_replication.store.local import ABANDONED_SECONDS
 from tests.collective.conformance import SCALAR, contribution, snapshot
-from tests.collective.object_store.helpers import Fleet, attempt, join, scalar
+from tests.collective.object_store.helpers import Clock, Fleet, attempt, join, scalar
 from tests.collective.object_store.toy import Toy, run_toy
 from tests.support.threads import run_threads
 
@@ -226,7 +226,8 @@ def test_other_tensors_are_named_with_the_remedy(policy: Any) -> None:
 
 
 def test_a_resumed_replica_gives_the_others_time_to_start() -> None:
-    quick = {"timeout_seconds": 0.05, "start_timeout_seconds": 20.0}
+    clock = Clock()
+    quick: dict[str, Any] = {"timeout_seconds": 0.05, "start_timeout_seconds": 20.0, **clock.settings}
     with Fleet(2, **quick) as fleet:
         fleet.round(0, {0: 3.0, 1: 5.0})
         for collective in fleet.all:
@@ -237,7 +238,7 @@ def test_a_resumed_replica_gives_the_others_time_to_start() -> None:
             if replica == 1:  # comes when the first one has looked for it long past its timeout
                 while keys.ready(1, 0, 0) not in fleet.store.list("rounds/00000001/"):
                     time.sleep(0.002)
-                time.sleep(0.3)
+                clock.move(5.0)
             back[replica].start(snapshot(SCALAR, 1), settings=SETTINGS, resumed=True)
             return attempt(
                 lambda: back[replica].average(contribution(replica, 1, SCALAR, torch.full((1,), 2.0 + replica)))

@@ -22,9 +22,8 @@ from composer_replication.collective.object_store.pointers import Ready
 from composer_replication.collective.object_store.roster import Declared, Plan, Policy
 from composer_replication.collective.object_store.round import begin, deadline_of, enough_for
 from composer_replication.errors import RoundAborted
-from composer_replication.store import MemoryStore
 from tests.collective.conformance import SCALAR, contribution, digest, snapshot
-from tests.collective.object_store.helpers import Fleet, attempt, scalar
+from tests.collective.object_store.helpers import Clock, Fleet, attempt, scalar
 from tests.support.threads import run_threads
 
 ONE = torch.ones(1)
@@ -152,17 +151,16 @@ def test_a_fixed_deadline_is_the_time_out() -> None:
 
 def test_a_round_is_not_given_up_before_the_time_out() -> None:
     """One of three isn't enough: it waits far beyond its patience, and the second one makes it a round."""
-    with Fleet(3, **SKIP) as fleet:
+    clock = Clock()
+    with Fleet(3, **SKIP, **clock.settings) as fleet:
         learn(fleet)
         results: list[Any] = []
         first = threading.Thread(
             target=lambda: results.append(attempt(lambda: fleet.all[0].average(contribution(0, 3, SCALAR, ONE))))
         )
         first.start()
-        naps = 0
-        while naps < 4:  # as many patiences
-            naps += 1
-            time.sleep(0.2)
+        for _ in range(4):  # as many patiences
+            clock.move(0.2)
             assert not results
         outcome = fleet.round(3, {1: 5.0})[1]
         first.join(timeout=LONG)
@@ -187,7 +185,8 @@ def test_strict_waits_the_whole_time() -> None:
 
 
 def test_lateness_is_told_from_each_ones_own_side() -> None:
-    with Fleet(2, MemoryStore()) as fleet:
+    clock = Clock()
+    with Fleet(2, **clock.settings) as fleet:
         results: dict[int, Any] = {}
 
         def one(replica: int) -> None:
@@ -197,10 +196,10 @@ def test_lateness_is_told_from_each_ones_own_side() -> None:
         first.start()
         while not any("/ready/0.json" in key for key in fleet.store.list("rounds/")):
             time.sleep(0.002)
-        time.sleep(0.3)
+        clock.move(3.0)
         one(1)
         first.join(timeout=LONG)
-        assert results[0].lateness[1] >= 0.3
+        assert results[0].lateness[1] >= 3.0
         assert results[1].lateness.keys() == {0} and results[1].lateness[0] < results[0].lateness[1]
 
 
