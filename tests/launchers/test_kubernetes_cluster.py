@@ -189,6 +189,25 @@ def test_a_broken_log_goes_on_where_it_was(world: World) -> None:
     assert broken == ["one"] and [one for one in lines if one in ("one", "two")] == ["one", "two"]
 
 
+def test_the_log_of_a_pod_that_takes_anothers_place_follows_it(world: World) -> None:
+    script = (
+        f"import pathlib, threading\nseen = pathlib.Path({str(world.folder / 'seen')!r})\n"
+        "if not seen.exists():\n    seen.touch(); print('first'); threading.Event().wait()\nprint('second')"
+    )
+    executor = world.make()
+    (handle,) = executor.launch_replicas([world.spec(script)])
+    lines = executor.stream_logs(handle)
+    before = []
+    for line in lines:
+        before.append(line)
+        if line == "first":
+            world.engine.take_machine(world.cluster.containers[handle.job_id], retried=True)
+            break
+    after = list(lines)
+    assert "second" not in before and "first" not in after and after[-2:-1] == ["second"]
+    assert [line for line in after if line == ""] == [] and after[0].startswith(f"job {handle.name}: replica 0 of 1")
+
+
 def test_lines_of_a_pod_that_has_gone_keep_their_place(world: World) -> None:
     executor = world.make()
     (handle,) = executor.launch_replicas([world.spec("print('here')")])

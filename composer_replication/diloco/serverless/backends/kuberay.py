@@ -90,7 +90,7 @@ class KubeRayExecutor(KubernetesExecutor):
             return super().log_source(job_id)[0], SUBMITTER
         return f"job-name={job_id}", None  # the submitter is a Kubernetes Job of the RayJob's name
 
-    def output(self, job_id: str, lines: Iterator[str]) -> Iterator[str]:
+    def own_lines(self, job_id: str, lines: Iterator[str]) -> Iterator[str]:
         """Without what the submitter says before the replica begins, unless it never does."""
         before: list[str] = []
         for line in lines:

@@ -141,7 +141,7 @@ class KubernetesExecutor(JobExecutor):
         """(label selector, container) of the pods whose log is the replica's output."""
         return f"{JOB_LABEL}={job_id}", None
 
-    def output(self, job_id: str, lines: Iterator[str]) -> Iterator[str]:
+    def own_lines(self, job_id: str, lines: Iterator[str]) -> Iterator[str]:
         """The replica's lines among those of a pod."""
         return lines
 
@@ -290,7 +290,7 @@ class KubernetesExecutor(JobExecutor):
                 continue
             uid = begun.metadata.uid
             lines = self.api.pod_lines(begun.metadata.name, self.namespace, container)
-            for number, line in enumerate(self.output(job_id, lines)):
+            for number, line in enumerate(self.own_lines(job_id, lines)):
                 told[uid] = max(told.get(uid, 0), number + 1)
                 yield line
             if any(pod.metadata.uid == uid and pod.status.phase == "Running" for pod in self._pods(selector)):

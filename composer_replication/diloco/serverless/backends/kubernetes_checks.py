@@ -58,7 +58,7 @@ def check_nodes(api: Api, pod: PodSettings) -> None:
     if offered and pod.gpus:
         check_known("gpu_resource", pod.gpu_resource, offered)
     for label, value in pod.node_selector.items():
-        there = {(node.metadata.labels or {}).get(label) for node in nodes} - {None}
+        there = {str(node.metadata.labels[label]) for node in nodes if label in (node.metadata.labels or {})}
         if value not in there:
             has = f"; there are {', '.join(sorted(there))}" if there else ""
             logger.warning("node_selector: no node has %s=%s now%s", label, value, has)
