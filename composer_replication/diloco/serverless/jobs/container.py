@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -23,6 +24,7 @@ import tarfile
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +43,9 @@ __all__ = ["main"]
 RECIPE = "@recipe"  # stands for the recipe's path in the replica's command
 BEAT_SECONDS = 30.0
 _SHIP_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 5.0
 _MAX_RESULT_BYTES = 256 * 1024
+_MAX_CODE_BYTES = 256 << 20
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     versions = f"composer-replication {__version__}, Python {platform.python_version()}"
-    print(f"job {args.job}: replica {args.replica_id} of {args.num_replicas} on {platform.node()}, {versions}")
+    hello = f"job {args.job}: replica {args.replica_id} of {args.num_replicas} on {platform.node()}, {versions}"
+    print(hello, flush=True)
     try:
         marks = Marks(open_store(args.rendezvous_uri))
         before = marks.read(args.replica_id, args.job)
@@ -91,15 +96,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             versions=versions,
         )
         marks.mark(mark)
-        print(f"store {marks.store.uri}: ok", flush=True)
+        found = f"store {marks.store.uri}: ok"
+        print(found, flush=True)
     except (ReplicationError, ValueError) as error:
         print(f"job {args.job}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return Exit.STORE if isinstance(error, StoreError) else Exit.SETTINGS
-    return _Container(args, marks, mark).run()
+    return _Container(args, marks, mark, told=(hello, found)).run()
 
 
 class _Container:
-    def __init__(self, args: argparse.Namespace, marks: Marks, mark: Mark) -> None:
+    def __init__(self, args: argparse.Namespace, marks: Marks, mark: Mark, told: Sequence[str]) -> None:
         self.args = args
         self.marks = marks
         self.mark = mark
@@ -107,6 +113,8 @@ class _Container:
         self.process: subprocess.Popen[bytes] | None = None
         self.asked_to_stop = False
         self._log = _ShippedLog(marks, args.job) if args.ship_logs else None
+        if self._log is not None:
+            self._log.add("".join(f"{line}\n" for line in told))
 
     def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -134,7 +142,12 @@ class _Container:
         if args.requirement:
             self._say(f"installing {' '.join(args.requirement)}")
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            if subprocess.run([*pip, *args.requirement]).returncode:
+            done = subprocess.run(
+                [*pip, *args.requirement], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            )
+            if done.stdout:
+                self._say(done.stdout.rstrip("\n"))
+            if done.returncode:
                 raise ExecutorError(f"pip could not install {' '.join(args.requirement)}: its words are above")
         words = list(args.command)
         if words[0] == "python":
@@ -155,15 +168,17 @@ class _Container:
 
     def _replica(self, words: list[str], env: dict[str, str], place: Path) -> int:
         stop = threading.Event()
-        with subprocess.Popen(words, env=env, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-            self.process = process
-            if self.asked_to_stop:
-                process.terminate()
-            beat = threading.Thread(target=self._beat, args=(stop,), daemon=True)
-            beat.start()
-            assert process.stdout is not None
-            self._pump(process.stdout)
-            code = process.wait()
+        process = subprocess.Popen(words, env=env, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.process = process
+        if self.asked_to_stop:
+            process.terminate()
+        assert process.stdout is not None
+        beat = threading.Thread(target=self._beat, args=(stop,), daemon=True)
+        pump = threading.Thread(target=self._pump, args=(process.stdout,), daemon=True)
+        for thread in (beat, pump):
+            thread.start()
+        code = process.wait()
+        pump.join(_LAST_WORDS_SECONDS)  # what it has left behind, such as a data loader's worker, may hold the pipe
         stop.set()
         beat.join()
         return code
@@ -250,7 +265,11 @@ class _ShippedLog:
 def unpack(archive: bytes, folder: Path) -> None:
     """A tar.gz of plain files and folders. Raises ExecutorError for links, devices and paths that lead outside."""
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
+        with gzip.GzipFile(fileobj=io.BytesIO(archive)) as zipped:
+            contents = zipped.read(_MAX_CODE_BYTES + 1)
+        if len(contents) > _MAX_CODE_BYTES:
+            raise ExecutorError(f"the code's archive holds more than {_MAX_CODE_BYTES} bytes: not used")
+        with tarfile.open(fileobj=io.BytesIO(contents), mode="r:") as tar:
             for member in tar.getmembers():
                 inside = (folder / member.name).resolve().is_relative_to(folder.resolve())
                 if not inside or not (member.isfile() or member.isdir()):
@@ -264,7 +283,7 @@ def unpack(archive: bytes, folder: Path) -> None:
                 assert source is not None
                 target.write_bytes(source.read())
                 target.chmod(0o755 if member.mode & 0o100 else 0o644)
-    except tarfile.TarError as error:
+    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ExecutorError(f"the code's archive can't be read: {error}") from error
 
 
