@@ -45,6 +45,7 @@ class Engine:
     def __init__(self) -> None:
         self.containers: list[Container] = []
         self.changed = threading.Condition()
+        self.image_env: dict[str, str] = {}  # what all images have in their environment
         self._refusals: list[str] = []
 
     # -- for stand-ins -------------------------------------------------------------------------------------------------
@@ -129,7 +130,7 @@ class Engine:
         container.begins.append(len(container.lines))
         container.process = subprocess.Popen(
             words,
-            env={**image, "OMP_NUM_THREADS": "1", **container.env},
+            env={**image, "OMP_NUM_THREADS": "1", **self.image_env, **container.env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -38,7 +38,7 @@ def test_it_is_the_folder_s_model_ready_to_train(folder: Path) -> None:
 def test_in_another_dtype_with_less_memory_or_with_fresh_weights(folder: Path) -> None:
     model = causal_lm(path=str(folder), dtype="bfloat16", gradient_checkpointing=True)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert model.is_gradient_checkpointing  # type: ignore[attr-defined]
+    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     assert next(causal_lm(path=str(folder), dtype="auto").parameters()).dtype == torch.float32
     torch.manual_seed(3)
     fresh = causal_lm(path=str(folder), pretrained=False)

@@ -40,7 +40,7 @@ from composer_replication.isolate import LAUNCHERS, REPLICA, REPLICAS, STORE, Id
 from composer_replication.store.base import ObjectStore
 from composer_replication.tasks import DATA_URI, MODELS
 
-__all__ = ["check_writable", "main", "run", "stop_with_launcher"]
+__all__ = ["check_writable", "main", "run", "settings", "stop_with_launcher", "train"]
 
 _WORLDS = ("composer", "torchrun", "slurm", "openmpi", "mpi")  # launchers whose processes are one world
 
@@ -100,24 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(recipe: Any, identity: Identity, uri: str, folder: Path) -> int:
     """Train a checked recipe's replica in this process; returns the exit code."""
     who = f"replica {identity.replica}"
-    # For the recipe's own classes: `shard_iterable(dataset)` and the like read it there.
-    os.environ[REPLICA], os.environ[REPLICAS] = str(identity.replica), str(identity.replicas)
     try:
-        if recipe.training.threads is not None:
-            import torch
-
-            torch.set_num_threads(recipe.training.threads)
-        # Here, not above: importing a trainer takes seconds, and only one of them need be installed.
-        trainer = import_module(f"composer_replication.diloco.serverless.{recipe.trainer}_replica")
-        print(
-            f"{who} of {identity.replicas} on {platform.node()}, process {os.getpid()}: "
-            f"composer-replication {__version__}, Python {platform.python_version()}, {trainer.versions()}",
-            flush=True,
-        )
-        _check_store(uri, recipe.store.control)
-        print(f"store {uri}: ok", flush=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        result = trainer.train(recipe, identity, uri, folder)
+        result = train(recipe, identity, uri, folder)
     except (ReplicationError, ImportError) as error:
         return _fail(who, exit_code(error), error)
     except SystemExit as ended:
@@ -129,6 +113,27 @@ def run(recipe: Any, identity: Identity, uri: str, folder: Path) -> int:
     shown = {k: result[k] for k in ("rounds", "steps", "loss", "validation_loss", "digest") if k in result}
     print(f"{who}: completed  {json.dumps(shown)}", flush=True)
     return Exit.COMPLETED
+
+
+def train(recipe: Any, identity: Identity, uri: str, folder: Path) -> dict[str, Any]:
+    """Train a checked recipe's replica in this process; returns its result, or raises why there is none."""
+    # For the recipe's own classes: `shard_iterable(dataset)` and the like read it there.
+    os.environ[REPLICA], os.environ[REPLICAS] = str(identity.replica), str(identity.replicas)
+    if recipe.training.threads is not None:
+        import torch
+
+        torch.set_num_threads(recipe.training.threads)
+    # Here, not above: importing a trainer takes seconds, and only one of them need be installed.
+    trainer = import_module(f"composer_replication.diloco.serverless.{recipe.trainer}_replica")
+    print(
+        f"replica {identity.replica} of {identity.replicas} on {platform.node()}, process {os.getpid()}: "
+        f"composer-replication {__version__}, Python {platform.python_version()}, {trainer.versions()}",
+        flush=True,
+    )
+    _check_store(uri, recipe.store.control)
+    print(f"store {uri}: ok", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    return trainer.train(recipe, identity, uri, folder)
 
 
 def exit_code(error: BaseException) -> Exit:
@@ -153,6 +158,11 @@ def stop_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
+def settings(arguments: Sequence[str]) -> tuple[Identity, str, Any, Path]:
+    """(identity, the store's URI, recipe, folder) that these arguments say. Raises RecipeError, ValueError."""
+    return _settings(_parser().parse_args(arguments))
 
 
 def _settings(args: argparse.Namespace) -> tuple[Identity, str, Any, Path]:
@@ -220,7 +230,7 @@ def _task(model_id: str, overrides: Sequence[str]) -> tuple[dict[str, Any], dict
     data = {"name": "text_lm", "args": {"tokenizer": model_id}}
     if os.environ.get(DATA_URI):
         data["args"]["uri"] = os.environ[DATA_URI]
-    elif not any(one.startswith("data.") for one in overrides):
+    elif not any(one.startswith(("data.args.uri=", "data.class=", "data.name=")) for one in overrides):
         raise RecipeError(
             f"{model_id} needs text to train on: set {DATA_URI} in the replica's environment (a spec's extra_env), or "
             "add data.args.uri=..., to a file or a folder of .txt, .jsonl or .parquet files, such as s3://bucket/text"

@@ -31,6 +31,7 @@ __all__ = ["JobExecutor"]
 
 logger = logging.getLogger(__name__)
 
+IMAGE = "COMPOSER_REPLICATION_IMAGE"
 CONTAINER = "composer_replication.diloco.serverless.jobs.container"
 
 
@@ -38,7 +39,8 @@ class JobExecutor(BaseExecutor):
     """What all services have in common. Their adapters say more; these settings go for each:
 
     Args:
-        image: the container image, by reference; it holds this package (`docker/`), or `requirements` install it.
+        image: the container image, by reference; it holds this package (`docker/`). None: that in the environment's
+            `COMPOSER_REPLICATION_IMAGE`, if there is one.
         time_limit_hours: of one job. None: the service's longest.
         env: variables for all replicas (a spec's `extra_env` goes over them).
         secrets: names of variables of *this* process that replicas need, such as `AWS_SECRET_ACCESS_KEY`. They go
@@ -91,7 +93,7 @@ class JobExecutor(BaseExecutor):
                 raise ValueError(f"{name} must be 0 or more, got {value}")
         if max_concurrent_launches < 1:
             raise ValueError(f"max_concurrent_launches must be at least 1, got {max_concurrent_launches}")
-        self.image = image
+        self.image = image or os.environ.get(IMAGE)
         self.env = dict(env or {})
         self.secrets = tuple(secrets)
         self.requirements = tuple(requirements)
@@ -292,6 +294,8 @@ class JobExecutor(BaseExecutor):
         try:
             if handle.retry_at is None:
                 found = self._look_at(handle)
+            elif self.marks().asked_to_stop(handle.name):  # by whatever launcher, between two jobs
+                found = replace(handle, state="cancelled", will_retry=False, retry_at=None)
             else:
                 found = handle
             if found.will_retry and found.retry_at is not None and self._due(found):
