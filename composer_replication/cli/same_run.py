@@ -14,13 +14,11 @@ from typing import Any
 
 from composer_replication.cli.view import RunReader
 from composer_replication.collective.agreement import differing_settings
-from composer_replication.collective.object_store import keys
-from composer_replication.collective.object_store.epochs import EpochStore, read_epochs
+from composer_replication.collective.object_store.epochs import current, read_fleet
 from composer_replication.collective.object_store.fleet import few
 from composer_replication.collective.object_store.settings import make_policy
-from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
 from composer_replication.diloco.serverless.replica import FINAL
-from composer_replication.errors import ObjectMissing, RecipeError
+from composer_replication.errors import RecipeError
 from composer_replication.recipe import Recipe, load_recipe, policy_of
 from composer_replication.recipe.settings import guards_of, outer_config
 from composer_replication.store import ObjectStore
@@ -37,7 +35,7 @@ def check_same_run(recipe: Recipe, store: ObjectStore, own_recipe: Path, *, new_
     Training settings stay those of the run; codec, membership and guards may change with a new epoch only.
     """
     launch_it = f"launch the run's own recipe: composer-replication launch {own_recipe} --resume"
-    fleet, present = _fleet(store)
+    fleet, present = read_fleet(current(store))
     if fleet is None:  # stopped before it had begun
         return ""
     steps, own = recipe.training.steps, _own(own_recipe)
@@ -63,18 +61,6 @@ def check_same_run(recipe: Recipe, store: ObjectStore, own_recipe: Path, *, new_
     if lines:
         raise RecipeError(f"this isn't how the run in {store.uri} was started: {few(lines, 5)}. To go on, {launch_it}")
     return f"{text}: there is nothing to resume" if text and _all_have_finished(recipe, own_recipe) else ""
-
-
-def _fleet(store: ObjectStore) -> tuple[Mapping[str, Any] | None, bool]:
-    """(fleet.json of the newest epoch that has one, it is the present epoch's)."""
-    epochs = read_epochs(store)
-    for number in range(len(epochs), -1, -1):
-        view = EpochStore(store, epochs[:number]) if number else store
-        try:
-            return load(view.get(keys.FLEET, max_bytes=MAX_POINTER_BYTES), keys.FLEET), number == len(epochs)
-        except ObjectMissing:
-            continue
-    return None, True
 
 
 def _own(file: Path) -> Recipe | None:

@@ -14,7 +14,7 @@ from typing import Any
 from composer_replication.cli.live import FleetView, Row
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.entrants import Entrants
-from composer_replication.collective.object_store.epochs import Epoch, EpochStore, read_epochs
+from composer_replication.collective.object_store.epochs import Epoch, EpochStore, read_epochs, read_fleet
 from composer_replication.collective.object_store.history import decided
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.wire import load
@@ -77,6 +77,7 @@ class RunReader:
         self.store = store  # as the run's newest epoch sees it
         self.rounds: list[ClosedRound] = []
         self.fleet: Mapping[str, Any] | None = None  # fleet.json
+        self._present = False  # it is the newest epoch's
         self.trouble = ""  # why the open round was given up, if it was
         self.ended = False
         self._held: int | None = None  # the attempt of the last round that holds
@@ -85,8 +86,8 @@ class RunReader:
     def refresh(self) -> None:
         """Look for what is new. Raises StoreError if the store fails."""
         self._look_for_epoch()
-        if self.fleet is None:
-            self.fleet = self._json(keys.FLEET)
+        if not self._present:
+            self._look_for_fleet()
         if self.fleet is None:
             return
         if self._entrants is None:
@@ -104,8 +105,15 @@ class RunReader:
         if len(epochs) > len(self._epochs):
             self._epochs, self.store = epochs, EpochStore(self._place, epochs)
             self.fleet, self._entrants, self.trouble, self.ended = None, None, "", False
-            self._held = None
+            self._present, self._held = False, None
             del self.rounds[max(epochs[-1].first - 1, 0) :]  # the round before it is read again
+
+    def _look_for_fleet(self) -> None:
+        try:
+            self.fleet, present = read_fleet(self.store)
+        except ObjectCorrupt as error:
+            raise StoreError(f"{self.store.uri}: {error}") from error
+        self._present = present and self.fleet is not None
 
     def _take(self, round: int, attempt: int) -> bool:
         """Read the attempts of a round from `attempt` on; True if one of them holds."""
@@ -143,8 +151,8 @@ class RunReader:
 
     @property
     def replicas(self) -> int:
-        """How many the run began with."""
-        return int((self.fleet or {}).get("replicas") or 0)
+        """How many the run, or its newest epoch, began with."""
+        return self._epochs[-1].replicas if self._epochs else int((self.fleet or {}).get("replicas") or 0)
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from composer_replication.collective.base import Snapshot
 from composer_replication.collective.object_store import checkpoints, keys
-from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
+from composer_replication.collective.object_store.epochs import read_fleet
 from composer_replication.diloco.outer_step import digest
 from composer_replication.errors import ObjectCorrupt, ObjectMissing, ReplicationError, StoreError
 from composer_replication.store.base import ObjectStore
@@ -48,10 +48,12 @@ def read_shared_weights(store: ObjectStore, round: int | None = None, *, narrow:
     In the model's own dtypes; with `narrow` False in float32, as the fleet keeps them. Raises ObjectCorrupt when a hash
     or the digest doesn't hold, ObjectMissing when there is no such checkpoint, StoreError when there is no run.
     """
-    try:
-        fleet = load(store.get(keys.FLEET, max_bytes=MAX_POINTER_BYTES), keys.FLEET)
-    except ObjectMissing:
-        raise StoreError(f"there is no run in {store.uri} (no {keys.FLEET}): is that the run's store?") from None
+    fleet, _ = read_fleet(store)
+    if fleet is None:
+        raise StoreError(
+            f"there is no run in {store.uri} (no {keys.FLEET}): is that the run's store? One that has a second store "
+            f"keeps its {keys.FLEET} there: name that as well (--control)"
+        )
     run, settings = str(fleet.get("nonce", "")), cast("dict[str, Any]", fleet.get("settings") or {})
     there = checkpoints.rounds(store)
     if not there:

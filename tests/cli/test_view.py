@@ -10,11 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from composer_replication.autoloco import FixedPolicy
+from composer_replication.autoloco.values import Preview
 from composer_replication.cli import main
 from composer_replication.cli.view import RunReader
+from composer_replication.collective.object_store import ObjectStoreCollective
+from composer_replication.collective.object_store.sealing import begin_epoch
+from composer_replication.diloco.loop import OuterLoop
 from composer_replication.diloco.serverless import ObjectStoreAllReduce
 from composer_replication.errors import RoundAborted
 from composer_replication.store import LocalStore, open_store
+from tests.cli.fleets import Model, train
 from tests.collective.conformance import SCALAR, contribution
 from tests.collective.object_store.helpers import Fleet
 from tests.support.threads import run_threads
@@ -56,3 +62,41 @@ def test_a_loss_that_is_no_number_is_null_in_json(tmp_path, capsys):
     assert main(["status", str(tmp_path / "store"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} isn't JSON"))
     assert [row["loss"] for row in told["replicas"]] == [None, None]
+
+
+def test_a_run_that_is_being_resumed_and_in_which_nobody_has_started_yet(tmp_path, capsys):
+    """The launcher may have died just then: the run is there still, and can be looked at, tidied and exported."""
+    place, weights = str(tmp_path / "store"), str(tmp_path / "model.pt")
+    train(place, rounds=9, stop_after=5, checkpoint_every=2)
+    reader = RunReader(open_store(place))
+    reader.refresh()
+    assert begin_epoch(open_store(place), 3).first == 5
+    reader.refresh()
+    for one in (reader, RunReader(open_store(place))):
+        one.refresh()
+        assert (len(one.rounds), one.replicas, one.ids) == (5, 3, (0, 1, 2))
+        assert [row.state for row in one.view("").rows] == ["training", "training", "not seen"]
+    assert main(["status", place]) == 0 and "5 rounds closed" in capsys.readouterr().out
+    assert main(["gc", place]) == 0 and "5 rounds closed, not finished" in capsys.readouterr().out
+    assert main(["export", place, "-o", weights]) == 0 and "the start of round 4" in capsys.readouterr().out
+    run_threads([lambda r=r: start(place, r) for r in range(3)])
+    reader.refresh()
+    assert reader.replicas == 3 and reader.fleet is not None and reader.fleet["replicas"] == 3
+
+
+def start(place: str, replica: int) -> None:
+    """Begin with it, and no more."""
+    policy = FixedPolicy(horizon=1)
+    collective = ObjectStoreCollective(place, replica=replica, replicas=3, poll_seconds=0.01, checkpoint_every=2)
+    loop = OuterLoop(Model(), collective, policy=policy, chunk_elements=4096)
+    loop.start(Preview(steps=policy.grid, sums=(1.0,), next_lr=1.0, remaining=9))
+    assert loop.round == 5
+    loop.close()
+
+
+@pytest.mark.parametrize("command", [["gc"], ["export", "-o", "model.pt"]])
+def test_a_second_store_that_is_not_named(tmp_path, capsys, command):
+    blobs, pointers = (str(tmp_path / name) for name in ("blobs", "pointers"))
+    train(blobs, rounds=1, control=pointers)
+    assert main([command[0], blobs, *command[1:]]) == 2
+    assert "(--control)" in capsys.readouterr().err

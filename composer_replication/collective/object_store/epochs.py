@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, WIRE_VERSION, Fields, dump, load
@@ -18,7 +19,7 @@ from composer_replication.errors import ObjectCorrupt, ObjectMissing
 from composer_replication.store import details
 from composer_replication.store.base import Buffer, ObjectStore
 
-__all__ = ["Epoch", "EpochStore", "current", "dump_epoch", "read_epochs"]
+__all__ = ["Epoch", "EpochStore", "current", "dump_epoch", "read_epochs", "read_fleet"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,17 +80,36 @@ def current(store: ObjectStore) -> ObjectStore:
     return EpochStore(store, epochs) if epochs else store
 
 
+def read_fleet(store: ObjectStore) -> tuple[dict[str, Any] | None, bool]:
+    """(What fleet.json says of the run that `store` is a view of, whether that is its newest epoch's). None where there
+    is no run. An epoch has none until its lowest id has started: until then it is that of the epoch before it."""
+    view = store
+    while True:
+        try:
+            return load(view.get(keys.FLEET, max_bytes=MAX_POINTER_BYTES), keys.FLEET), view is store
+        except ObjectMissing:
+            if not isinstance(view, EpochStore):
+                return None, True
+            view = view.before
+
+
 class EpochStore:
     """The run's store as one of its epochs sees it: earlier rounds, and the checkpoints that they led to, are where
     they were made; all else is the epoch's own."""
 
     def __init__(self, store: ObjectStore, epochs: Sequence[Epoch]) -> None:
         self._store = store
+        self._epochs = tuple(epochs)
         self._firsts = [0, *(epoch.first for epoch in epochs)]
 
     @property
     def uri(self) -> str:
         return self._store.uri
+
+    @property
+    def before(self) -> ObjectStore:
+        """The run as the epoch before this one sees it."""
+        return EpochStore(self._store, self._epochs[:-1]) if len(self._epochs) > 1 else self._store
 
     def put(self, key: str, data: Buffer) -> None:
         self._store.put(self._place(key), data)

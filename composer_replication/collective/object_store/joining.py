@@ -151,7 +151,8 @@ def enter_epoch(
                 f"this process differs from its fleet (epoch {epoch.number} of the run in {store.uri}): {name}: "
                 f"{here!r} here, {there_!r} in the fleet. Start it as the run was resumed last, or use another prefix"
             )
-    return EpochStore(raw, epochs[:-1]) if len(epochs) > 1 else raw, EpochStore(raw, epochs), epoch
+    view = EpochStore(raw, epochs)
+    return view.before, view, epoch
 
 
 def fleet_sizes(store: ObjectStore) -> dict[int, int]:

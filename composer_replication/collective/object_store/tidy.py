@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from composer_replication.collective.object_store import checkpoints, keys
+from composer_replication.collective.object_store.epochs import read_fleet
 from composer_replication.collective.object_store.garbage import KEEP_ROUNDS
 from composer_replication.collective.object_store.history import closed_roster, stand
 from composer_replication.collective.object_store.requests import there
@@ -47,13 +48,12 @@ def plan_tidy(store: ObjectStore, *, before: int | None = None, only_final: bool
 
     Raises ReplicationError when more is asked for than is safe, StoreError when there is no run.
     """
-    try:
-        fleet = load(store.get(keys.FLEET, max_bytes=MAX_POINTER_BYTES), keys.FLEET)
-    except ObjectMissing:
+    fleet, _ = read_fleet(store)
+    if fleet is None:
         raise StoreError(
             f"there is no run in {store.uri} (no {keys.FLEET}), so nothing there is known to be unneeded: give one "
-            "run's own prefix"
-        ) from None
+            "run's own prefix, and its second store if it has one (--control)"
+        )
     run, strict = str(fleet.get("nonce", "")), fleet.get("failure_policy") == "strict"
     finished = there(store, keys.FINAL)
     known = checkpoints.rounds(store)
