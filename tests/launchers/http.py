@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -17,6 +19,15 @@ class Refused(Exception):
     def __init__(self, status: int, body: Any = None) -> None:
         super().__init__(status, body)
         self.status, self.body = status, body if body is not None else {"error": f"status {status}"}
+
+
+@dataclass
+class Reply:
+    """An answer with a status and headers of its own."""
+
+    body: Any
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Request:
@@ -36,15 +47,16 @@ Route = tuple[str, str, Callable[[Request], Any]]  # method, pattern of the path
 class Service:
     """`routes` in order; whatever matches none is a misreading of the protocol and is kept in `unknown`.
 
-    A route gives a JSON value, or an iterator of bytes, which is streamed.
+    A route gives a JSON value, a `Reply`, or an iterator of bytes, which is streamed. `tls` makes it HTTPS.
     """
 
-    def __init__(self, routes: list[Route]) -> None:
+    def __init__(self, routes: list[Route], tls: ssl.SSLContext | None = None) -> None:
         self.unknown: list[str] = []
         service = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # a head and a body are two writes: the second isn't to wait
 
             def log_message(self, *args: Any) -> None:
                 pass
@@ -67,6 +79,9 @@ class Service:
             do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = _answer
 
             def _send(self, status: int, value: Any) -> None:
+                headers: Mapping[str, str] = {}
+                if isinstance(value, Reply):
+                    status, value, headers = value.status, value.body, value.headers
                 if hasattr(value, "__next__"):
                     self._stream(status, value)
                     return
@@ -75,6 +90,8 @@ class Service:
                 kind = "text/plain" if isinstance(value, bytes) else "application/json"
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(data)))
+                for name, text in headers.items():
+                    self.send_header(name, text)
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -93,7 +110,9 @@ class Service:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        if tls is not None:
+            self.server.socket = tls.wrap_socket(self.server.socket, server_side=True)
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.server.server_address[1]}"
         self._thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
 

@@ -6,6 +6,7 @@ Each request is checked with the services' own models, and each answer, too: wha
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,16 @@ PAGE = 3  # lines
 
 def error(code: str, message: str, status: int = 400) -> Refused:
     return Refused(status, {"__type": code, "message": message})
+
+
+@functools.lru_cache(maxsize=1)
+def models() -> dict[str, Any]:
+    """The services' models, by the prefix of their operations."""
+    import botocore.session
+
+    session = botocore.session.get_session()
+    names = {"SageMaker": "sagemaker", "Logs_20140328": "logs"}
+    return {prefix: session.get_service_model(name) for prefix, name in names.items()}
 
 
 def faults(value: Any, shape: Any, place: str) -> Iterator[str]:
@@ -118,7 +129,6 @@ class TrainingJob:
 
 class AWS:
     def __init__(self, engine: Engine) -> None:
-        import botocore.session
         from botocore.validate import ParamValidator
 
         self.engine = engine
@@ -127,11 +137,7 @@ class AWS:
         self.calls: list[str] = []
         self.throttled = 0  # how many reads of the logs to refuse
         self._known: dict[str, int] = {}  # lines of a stream that the logs have got by now
-        session = botocore.session.get_session()
-        self._models = {
-            "SageMaker": session.get_service_model("sagemaker"),
-            "Logs_20140328": session.get_service_model("logs"),
-        }
+        self._models = models()
         self._validate = ParamValidator().validate
         self.service = Service([("POST", "/", self._answer)])
 

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 IMAGE = "COMPOSER_REPLICATION_IMAGE"
 CONTAINER = "composer_replication.diloco.serverless.jobs.container"
+_MOST_BROKEN = 5  # connections one after another, for the output of a job that has ended
 
 
 class JobExecutor(BaseExecutor):
@@ -345,30 +346,32 @@ class JobExecutor(BaseExecutor):
 
         A connection that breaks is made again; `after` lines of the first job are passed over.
         """
+        broken_at_end = 0
         while handle.job_id:
-            yield from self._job_lines(handle, after)
-            after = 0
+            told, broken = yield from self._job_lines(handle, after)
             (present,) = self.poll([handle])
             newer = self.marks().handle(handle.replica_id)
+            broken_at_end = broken_at_end + 1 if broken and present.ended else 0
             if newer is not None and newer.submission > handle.submission:
-                handle = newer
-            elif present.ended:
+                handle, after = newer, 0
+            elif present.ended and broken_at_end in (0, _MOST_BROKEN):
                 return
             else:
                 self.sleep(self.log_pause_seconds)
-                after, handle = self._seen_lines, present
+                after, handle = told, present
 
-    _seen_lines = 0
-
-    def _job_lines(self, handle: ReplicaHandle, after: int) -> Iterator[str]:
-        self._seen_lines = after
+    def _job_lines(self, handle: ReplicaHandle, after: int) -> Generator[str, None, tuple[int, bool]]:
+        """Returns (how many lines of this job were told so far, whether the connection broke)."""
+        told = after
         try:
             for number, line in enumerate(self._lines(handle)):
                 if number >= after:
-                    self._seen_lines = number + 1
+                    told = number + 1
                     yield line
         except (OSError, BackendUnavailable) as error:
             logger.warning("replica %d's log: %s; connecting again", handle.replica_id, error)
+            return told, True
+        return told, False
 
     def _lines(self, handle: ReplicaHandle) -> Iterator[str]:
         return self._shipped(handle) if self.ship_logs else self.follow(handle.job_id)
