@@ -261,6 +261,12 @@ def test_devices_are_not_asked_for_where_nodes_come_on_demand(world: World) -> N
     world.make(gpu_resource="nvidia.com/gpux", gpus=0).check_specs([world.spec("pass")])
 
 
+@pytest.mark.parametrize("name", ["42 Ünïcode!", "-", "UPPER_case.dots", "a" * 200])
+def test_any_name_of_a_run_makes_names_that_a_cluster_takes(world: World, name: str) -> None:
+    world.make(run_name=name).check_specs([world.spec("pass")])
+    assert world.cluster.dry_runs == 1
+
+
 def test_a_gpu_that_no_node_has_now_is_told(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.make(node_selector={GPU_LABEL: GPU}).check_specs([world.spec("pass")])
     assert caplog.text == ""
