@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from composer_replication.diloco.serverless.access_policy import RendezvousAccessPolicy
     from composer_replication.diloco.serverless.allreduce import ObjectStoreAllReduce
+    from composer_replication.diloco.serverless.backends.azure_ml import AzureMLExecutor
     from composer_replication.diloco.serverless.backends.hf_jobs import HFJobsExecutor
     from composer_replication.diloco.serverless.backends.kuberay import KubeRayExecutor
     from composer_replication.diloco.serverless.backends.modal import ModalExecutor
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from composer_replication.diloco.serverless.mixed import MixedExecutor
 
 _HOME = {
+    "AzureMLExecutor": "backends.azure_ml",
     "BaseExecutor": "executor",
     "CollectTimeout": "executor",
     "HFJobsExecutor": "backends.hf_jobs",
@@ -56,6 +58,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AzureMLExecutor",
     "BaseExecutor",
     "CollectTimeout",
     "HFJobsExecutor",
