@@ -292,6 +292,8 @@ def backend(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend
                 ({"gpu": "A100-40BG"}, "Did you mean 'A100-40GB'"),
                 ({"gpu": "H100:80"}, "must be 1 to 8"),
                 ({"volumes": {"data": "runs"}}, "must be an absolute path"),
+                ({"app": "my trainings"}, "use letters, digits, dashes"),
+                ({"volumes": {"/data": "my runs"}}, "can't be a Modal volume's name"),
                 ({"volumes": {"/data": "gs://bucket"}}, "must be a Modal volume's name"),
             ],
             unknown=service.unknown,

@@ -196,6 +196,24 @@ def test_a_limit_beyond_the_services_means_several_sandboxes(service: Modal) -> 
         executor.submit_job(job(time_limit_seconds=200_000))
 
 
+def test_a_replica_goes_on_in_another_sandbox_when_the_services_time_is_over(service: Modal, tmp_path: Path) -> None:
+    executor = ModalExecutor(image="im-1", time_limit_hours=48, restarts=0, backoff_seconds=0.0)
+    executor.poll_seconds = executor.log_pause_seconds = 0.02
+    seen = tmp_path / "seen"
+    script = (
+        f"import pathlib, threading\nseen = pathlib.Path({str(seen)!r})\n"
+        "if not seen.exists():\n    seen.touch(); print('ready', flush=True); threading.Event().wait()\nprint('second')"
+    )
+    spec = ReplicaSpec(0, 1, (tmp_path / "store").as_uri(), command=("python", "-c", script))
+    (handle,) = executor.launch_replicas([spec])
+    _, container = service.sandboxes[handle.job_id]
+    service.engine.wait_for(lambda: "ready" in container.lines)
+    service.engine.let_time_run_out(container)
+    (result,) = executor.collect([handle], timeout=60)
+    assert (result.status, result.metrics["attempts"]) == ("completed", 2)
+    assert [one.definition.name[-2:] for one in service.created] == ["-0", "-1"]
+
+
 def test_a_name_that_another_launcher_took_first_is_its_sandbox(service: Modal) -> None:
     executor = ModalExecutor(image="im-1")
     waiting = job("python", "-c", "import threading; threading.Event().wait()")

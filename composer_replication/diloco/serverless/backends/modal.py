@@ -9,6 +9,7 @@ without a GPU can be had from its worker alone, while it runs, so it is kept in 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -27,6 +28,7 @@ GPUS = ("T4", "L4", "A10", "A10G", "L40S", "A100", "A100-40GB", "A100-80GB", "RT
 GPUS += ("H100", "H100!", "H200", "B200", "B200+", "B300")
 MOST_GPUS = 8
 PYTHON = "3.12"
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,63}")
 STORE_EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "hf": "hf"}
 
 
@@ -83,7 +85,8 @@ class ModalExecutor(JobExecutor):
         use_clustered_rdma: bool = False,
         **settings: Any,
     ) -> None:
-        super().__init__(image=image, **settings)
+        # A submission waits until its sandbox is scheduled; the others needn't wait for it.
+        super().__init__(image=image, **{"max_concurrent_launches": 16, **settings})
         if use_clustered_rdma:
             raise ValueError(
                 "use_clustered_rdma: Modal's RDMA joins the containers of one clustered function, which take all GPUs "
@@ -135,11 +138,15 @@ class ModalExecutor(JobExecutor):
             check_known("gpu", kind.upper(), GPUS)
             if count and not (count.isdigit() and 1 <= int(count) <= MOST_GPUS):
                 raise ValueError(f"gpu {self.gpu!r}: the number of GPUs must be 1 to {MOST_GPUS}, like '{kind}:2'")
+        if not _NAME.fullmatch(self.app_name):
+            raise ValueError(f"app {self.app_name!r}: use letters, digits, dashes, periods and underscores, at most 63")
         for place, source in self.volumes.items():
             if not place.startswith("/"):
                 raise ValueError(f"volumes: {place!r} must be an absolute path")
             if "://" in source and not source.startswith("s3://"):
                 raise ValueError(f"volumes: {source!r} must be a Modal volume's name or like s3://bucket/prefix")
+            if "://" not in source and not _NAME.fullmatch(source):
+                raise ValueError(f"volumes: {source!r} can't be a Modal volume's name")
         _ = self.client  # a missing or refused token is found out here
 
     def payload(self, job: Job) -> dict[str, Any]:
