@@ -12,7 +12,7 @@ import io
 import json
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any, cast
 from urllib.parse import quote, unquote
 
@@ -102,12 +102,9 @@ def _files(filesystem: Any, root: str, uri: str) -> list[str]:
             raise FileNotFoundError(uri)
     if not found:
         raise ValueError(f"{uri} holds no {', '.join(KINDS)} files")
-    names = {str(path): PurePosixPath(path).relative_to(_plain(filesystem, root)).as_posix() for path in found}
+    above = filesystem._strip_protocol(root).rstrip("/") + "/"
+    names = {str(path): str(path).removeprefix(above) for path in found}
     return sorted(names, key=lambda path: (hashlib.sha256(names[path].encode()).digest(), path))
-
-
-def _plain(filesystem: Any, root: str) -> str:
-    return filesystem._strip_protocol(root)
 
 
 def _kind(path: str) -> str:

@@ -74,9 +74,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, query = self._parts()
-        if match := re.fullmatch(r"/api/\w+s/([^/]+/[^/]+)/revision/(\w+)", path):
+        if match := re.fullmatch(r"/api/\w+s/([^/]+/[^/]+)(?:/revision/(\w+))?", path):
             if self._known(match[1]):
-                sha = self.state.head if match[2] == "main" else match[2]
+                sha = self.state.head if match[2] in (None, "main") else match[2]
                 self._json(200, {"id": match[1], "_id": "x", "sha": sha, "siblings": [], "private": False, "tags": []})
         elif match := re.fullmatch(r"/api/\w+s/([^/]+/[^/]+)/tree/(\w+)/?(.*)", path):
             if self._known(match[1]):

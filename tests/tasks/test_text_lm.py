@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -108,6 +110,30 @@ def test_a_bucket_with_the_same_options_as_a_store(s3_uri: str, folder: Path) ->
     assert whole(f"{bucket}/a.txt?{options}") == ["one\ntwo\r\n"]
     with pytest.raises(ValueError, match="there is no file or folder s3://.*/nothing"):
         whole(f"{bucket}/nothing?{options}")
+
+
+@pytest.mark.servers
+def test_a_repository_of_the_hub(folder: Path) -> None:
+    """In a process of its own: the Hub's client takes its endpoint when it is imported."""
+    pytest.importorskip("huggingface_hub")
+    from tests.support.hub import Hub
+
+    script = (
+        "import pathlib, sys\n"
+        "from composer_replication.store import open_store\n"
+        "from composer_replication.tasks.corpus import documents\n"
+        "store, folder = open_store('hf://datasets/me/runs/one'), pathlib.Path(sys.argv[1])\n"
+        "for path in folder.rglob('*.*'): store.put(path.relative_to(folder).as_posix(), path.read_bytes())\n"
+        "for uri in ('hf://datasets/me/runs/one', 'hf://datasets/me/runs/one?revision=main'):\n"
+        "    assert list(documents(uri)) == list(documents(str(folder))), uri\n"
+        "print(list(documents('hf://datasets/me/runs/one/deep/c.txt.gz')))"
+    )
+    with Hub() as hub:
+        env = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": "hf_of_the_suite", "HF_HOME": str(folder.parent / "home")}
+        env = {**os.environ, "PYTHONPATH": os.getcwd(), **env}
+        command = [sys.executable, "-c", script, str(folder)]
+        ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert ran.stdout.strip() == "[('five', True)]", ran.stderr
 
 
 @pytest.mark.parametrize(
