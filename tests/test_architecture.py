@@ -32,6 +32,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview", "recipe", "tasks", "lightning"),
         *("composer", "adapter"),
     ),
+    "simulation": (
+        *("errors", "autoloco", "store", "collective", "diloco", "preview", "recipe", "tasks", "adapter"),
+        *("isolate", "diloco.serverless"),
+    ),
     "cli": ("*",),
     "": ("*",),  # the package's own __init__ resolves names lazily
 }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from composer.models import ComposerModel
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
+
+from composer_replication.tasks.next_token import logits_of, next_token_loss
 
 __all__ = ["LanguageModel"]
 
@@ -24,11 +25,10 @@ class LanguageModel(ComposerModel):
         self.model = model
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        outputs = self.model(batch["input_ids"])
-        return getattr(outputs, "logits", outputs)
+        return logits_of(self.model, batch)
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
-        return F.cross_entropy(outputs.flatten(0, 1).float(), batch["labels"].flatten())
+        return next_token_loss(outputs, batch["labels"])
 
     def eval_forward(self, batch: dict[str, Tensor], outputs: Tensor | None = None) -> Tensor:
         return self.forward(batch) if outputs is None else outputs

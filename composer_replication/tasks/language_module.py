@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from composer_replication.tasks.next_token import logits_of, next_token_loss
 
 __all__ = ["LanguageModule"]
 
@@ -35,9 +36,7 @@ class LanguageModule(LightningModule):
         self._make_scheduler = make_scheduler
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        outputs = self.model(batch["input_ids"])
-        logits: Tensor = getattr(outputs, "logits", outputs)
-        return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        return next_token_loss(logits_of(self.model, batch), batch["labels"])
 
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
         loss = self._loss(batch)

@@ -1,0 +1,243 @@
+"""`simulate`: a recipe's fleet in one process, over several seeds, and how long it would take on given machines.
+
+Invariant: a run that has been written down isn't trained again; one that was cut short leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from composer_replication.cli.text import byte_count, duration
+from composer_replication.collective.object_store.costs import Link
+from composer_replication.diloco.summary import RoundSummary
+from composer_replication.errors import RecipeError
+from composer_replication.recipe import Recipe, load_recipe, to_yaml
+from composer_replication.simulation import Machines, SimulatedRun, simulate, timeline
+
+__all__ = ["add_simulate", "simulate_command"]
+
+_HELP = """\
+examples:
+  composer-replication simulate recipes/quickstart.yaml --replicas 8 --seeds 1 2 3
+  composer-replication simulate recipes/quickstart.yaml autoloco.policy=fixed -o runs/fixed.jsonl
+  composer-replication simulate recipes/quickstart.yaml --step-seconds 0.5 --bandwidth 100 --slower 3=1.5
+
+Trains all replicas in this process, with the loop, the controller and the codecs of a real fleet: final weights are
+those of 'launch', to the last bit. Built-in models and data only, on the CPU.
+
+-o keeps one line of JSON a run: settings, every round, losses, digest. Runs that it holds already, of the same recipe,
+replicas and seed, aren't trained again, so that an interrupted command goes on where it was.
+
+With --step-seconds it says how long the run would take: a step takes so long on every replica (--slower 3=1.5: half as
+long again on replica 3), everyone waits for the last one, and an exchange takes what its bytes and requests take on a
+link of --bandwidth each way. utilisation is the share of the time in which a replica trains.
+
+exit code: 0 all runs done, 2 a recipe or option that can't be simulated.
+"""
+
+
+def add_simulate(command: Callable[[str, str, str], argparse.ArgumentParser]) -> None:
+    parser = command("simulate", "train a recipe's fleet in one process, fast", _HELP)
+    add = parser.add_argument
+    add("recipe", metavar="RECIPE", help="a YAML file")
+    add("overrides", nargs="*", metavar="key=value", help="put over the recipe, e.g. training.steps=200")
+    add("--replicas", type=int, metavar="N", help="instead of the recipe's")
+    add("--seeds", type=int, nargs="+", metavar="SEED", help="one run each (default: the recipe's)")
+    add("-o", "--output", type=Path, metavar="FILE", help="keep the runs here, a line of JSON each")
+    add("--json", action="store_true", help="print the runs as JSON, a line each")
+    add("--step-seconds", type=float, metavar="S", help="of one inner step: adds how long the run would take")
+    add("--bandwidth", type=float, default=1000.0, metavar="MBIT", help="of each link, each way (default 1000)")
+    add("--latency", type=float, default=50.0, metavar="MS", help="of a small request to the store (default 50)")
+    add("--slower", action="append", default=[], metavar="R=F", help="replica R takes F times as long for a step")
+
+
+def simulate_command(args: argparse.Namespace) -> int:
+    recipe = load_recipe(args.recipe, args.overrides)
+    if args.replicas is not None:
+        if args.replicas < 1:
+            raise ValueError(f"--replicas must be at least 1, got {args.replicas}")
+        recipe = replace(recipe, fleet=replace(recipe.fleet, replicas=args.replicas))
+    machines = _machines(args)
+    kept = _read(args.output) if args.output else {}
+    runs: list[dict[str, Any]] = []
+    seeds = args.seeds or [recipe.training.seed]
+    for seed in seeds:
+        settings = _settings(recipe, seed)
+        found = kept.get(_key(settings))
+        if found is None:
+            found = _run(recipe, seed, settings, quiet=args.json)
+            if args.output:
+                _append(args.output, found)
+        elif not args.json:
+            print(f"seed {seed}: in {args.output} already")
+        runs.append(found)
+    if args.json:
+        for run in runs:
+            print(json.dumps(run))
+        return 0
+    _tell(recipe, runs)
+    if machines is not None:
+        _tell_time(recipe, runs[0], machines)
+    return 0
+
+
+# -- one run ---------------------------------------------------------------------------------------------------------
+
+
+def _run(recipe: Recipe, seed: int, settings: Mapping[str, Any], *, quiet: bool) -> dict[str, Any]:
+    began = time.monotonic()
+    steps = recipe.training.steps
+
+    def told(closed: RoundSummary) -> None:
+        if quiet:
+            return
+        spent = time.monotonic() - began
+        left = spent * (steps - closed.position) / max(1, closed.position)
+        words = f"seed {seed}: round {closed.round}, step {closed.position} of {steps}, loss {_loss(closed):.3f}"
+        over = closed.position >= steps
+        words += f", {duration(spent)}" if over else f", about {duration(left)} left"
+        if sys.stdout.isatty():  # one line that changes
+            print(f"\r{words:<78}", end="\n" if over else "", flush=True)
+        else:
+            print(words, flush=True)
+
+    run = simulate(recipe, seed=seed, told=told)
+    return {**settings, **_record(run), "seconds": round(time.monotonic() - began, 1)}
+
+
+def _loss(closed: RoundSummary) -> float:
+    losses = [values["loss"] for values in closed.member_metrics.values() if "loss" in values]
+    return mean(losses) if losses else math.nan
+
+
+def _settings(recipe: Recipe, seed: int) -> dict[str, Any]:
+    """What tells one run from another: the recipe without what doesn't touch the numbers."""
+    plain = replace(recipe, training=replace(recipe.training, seed=seed), output=None, name="run")
+    digest = hashlib.sha256(to_yaml(plain).encode()).hexdigest()[:16]
+    return {"version": 1, "recipe": digest, "replicas": recipe.fleet.replicas, "seed": seed}
+
+
+def _key(values: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(values.get(name) for name in ("version", "recipe", "replicas", "seed"))
+
+
+def _record(run: SimulatedRun) -> dict[str, Any]:
+    return {
+        "policy": run.policy,
+        "steps": run.steps,
+        "elements": run.elements,
+        "validation_loss": run.validation_loss,
+        "digest": run.digest,
+        "bytes_sent": run.bytes_sent,
+        "rounds": [
+            {
+                "round": one.round,
+                "steps": one.steps,
+                "position": one.position,
+                "horizon": one.horizon,
+                "loss": _finite(_loss(one)),
+                "drift": _finite(one.drift),
+                "coherence": _finite(one.coherence),
+                "rho": one.rho,
+                "momentum": one.momentum,
+                "outer_lr": one.outer_lr,
+                "assessment": one.assessment,
+                "action": one.action,
+                "phase": one.phase,
+                "bytes_sent": one.bytes_sent,
+            }
+            for one in run.rounds
+        ],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return {}
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise RecipeError(f"{path}, line {number}, isn't JSON: give another file with -o") from error
+        if not isinstance(values, dict) or values.get("version") != 1:
+            raise RecipeError(f"{path}, line {number}, isn't a run of this version: give another file with -o")
+        found[_key(values)] = values
+    return found
+
+
+def _append(path: Path, run: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(run) + "\n")
+
+
+# -- in words --------------------------------------------------------------------------------------------------------
+
+
+def _tell(recipe: Recipe, runs: Sequence[Mapping[str, Any]]) -> None:
+    fixed = -(-recipe.training.steps // recipe.autoloco.base_horizon)
+    print(f"\n{recipe.fleet.replicas} replicas, {recipe.training.steps} steps each, policy {recipe.autoloco.policy}")
+    print(f"{'seed':>6}  {'rounds':>6}  {'of fixed':>8}  {'loss':>7}  {'validation':>10}  {'sent each':>10}  digest")
+    for run in runs:
+        rounds, sent = len(run["rounds"]), byte_count(run["bytes_sent"])
+        loss = run["rounds"][-1]["loss"]
+        print(
+            f"{run['seed']:>6}  {rounds:>6}  {rounds / fixed:>8.0%}  {loss if loss is not None else math.nan:>7.4f}"
+            f"  {run['validation_loss']:>10.4f}  {sent:>10}  {run['digest'][:12]}"
+        )
+    if len(runs) > 1:
+        losses = [run["validation_loss"] for run in runs]
+        print(f"validation loss {mean(losses):.4f} ± {stdev(losses):.4f} over {len(runs)} seeds")
+
+
+def _tell_time(recipe: Recipe, run: Mapping[str, Any], machines: Machines) -> None:
+    replicas = recipe.fleet.replicas
+    intervals = [one["steps"] for one in run["rounds"]]
+    rounds = timeline(intervals, machines, replicas=replicas, elements=run["elements"], codec=recipe.codec)
+    whole = rounds[-1].ends
+    exchange = sum(one.exchange for one in rounds)
+    print(f"\non these machines {duration(whole)}, of which {exchange / whole:.1%} exchanging ({len(rounds)} rounds)")
+    print(f"{'replica':>8}  {'trains':>12}  {'waits':>12}  {'utilisation':>11}")
+    for replica in range(replicas):
+        train, wait = sum(one.train[replica] for one in rounds), sum(one.wait[replica] for one in rounds)
+        print(f"{replica:>8}  {duration(train):>12}  {duration(wait):>12}  {train / whole:>11.1%}")
+
+
+def _machines(args: argparse.Namespace) -> Machines | None:
+    if args.step_seconds is None:
+        if args.slower:
+            raise ValueError("--slower needs --step-seconds: how long does a step take on the others?")
+        return None
+    slower: dict[int, float] = {}
+    for word in args.slower:
+        replica, _, factor = word.partition("=")
+        try:
+            slower[int(replica)] = float(factor)
+        except ValueError as error:
+            raise ValueError(f"--slower {word}: write it like 3=1.5, replica 3 takes 1.5 times as long") from error
+    if not args.latency >= 0:
+        raise ValueError(f"--latency must be 0 or more, got {args.latency}")
+    rate = args.bandwidth * 1e6 / 8
+    return Machines(
+        step_seconds=args.step_seconds,
+        link=Link(up=rate, down=rate, request_seconds=args.latency / 1000),
+        slower=slower,
+    )
