@@ -7,10 +7,19 @@ is to be of another size, does a new epoch begin, and then from the last state t
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from composer_replication.adapter.files import latest_checkpoint
-from composer_replication.collective.object_store.sealing import Reach, begin_epoch, reach
+from composer_replication.collective.object_store.epochs import current
+from composer_replication.collective.object_store.sealing import (
+    Reach,
+    begin_epoch,
+    can_go_on_from,
+    reach,
+    refuse_if_trained,
+)
 from composer_replication.diloco.serverless.replica import CHECKPOINTS
 from composer_replication.errors import ObjectCorrupt
 from composer_replication.store import ObjectStore
@@ -38,14 +47,37 @@ def prepare_resume(store: ObjectStore, folder: Path, replicas: int) -> str:
         if all(round is not None for round in rounds):
             return ""  # nobody needs the store's checkpoints
         raise
-    if found is None or found.finished or not _new_epoch(found, replicas, rounds):
+    if found is None or found.finished:
         return ""
-    epoch = begin_epoch(store, replicas)
-    aside = sum(_set_aside(folder, replica, epoch.first, epoch.number) for replica in range(replicas))
-    fleet = f"{replicas} replicas" + (f" instead of {found.replicas}" if replicas != found.replicas else "")
-    return f"resumed from round {epoch.first} as epoch {epoch.number}: {fleet}" + (
-        f"; {aside} checkpoints of later rounds, which the store can't give any more, are set aside" if aside else ""
-    )
+    words: list[str] = []
+    number, tip = found.epoch, found.open[0]
+    if _new_epoch(found, replicas, rounds):
+        epoch = begin_epoch(store, replicas)
+        number, tip = epoch.number, epoch.first
+        fleet = f"{replicas} replicas" + (f" instead of {found.replicas}" if replicas != found.replicas else "")
+        words.append(f"resumed from round {tip} as epoch {number}: {fleet}")
+    own = {replica: round for replica in _folders(folder) if (round := _own_round(folder, replica)) is not None}
+    # Whoever began this epoch may have been stopped before this. (In the first one they are another run's.)
+    later = [replica for replica, round in own.items() if number and round > tip]
+    behind = [
+        replica for replica, round in own.items() if replica < replicas and not can_go_on_from(store, found, round)
+    ]
+    if (later or behind) and number == found.epoch:
+        refuse_if_trained(current(store), found)
+    if later:
+        count = sum(
+            _set_aside(folder, replica, f"before-epoch-{number}", lambda round: round > tip) for replica in later
+        )
+        what = f"{count} checkpoints of later rounds" if count > 1 else "a checkpoint of a later round"
+        words.append(f"{what}, which the store can't give any more, {'are' if count > 1 else 'is'} set aside")
+    for replica in behind:
+        _set_aside(folder, replica, f"behind-round-{found.checkpoint}", lambda round: round < found.checkpoint)
+    if behind:
+        words.append(
+            f"replica {', '.join(map(str, behind))} begins at the store's newest checkpoint: the rounds since its own "
+            f"are gone (which is set aside, in behind-round-{found.checkpoint})"
+        )
+    return "; ".join(words)
 
 
 def _new_epoch(found: Reach, replicas: int, rounds: list[int | None]) -> bool:
@@ -71,12 +103,19 @@ def _round_of(path: Path) -> int:
     return int(found[1])
 
 
-def _set_aside(folder: Path, replica: int, first: int, epoch: int) -> int:
-    """Move a replica's own checkpoints of states that the run doesn't go on from; gives how many."""
+def _folders(folder: Path) -> list[int]:
+    """All replicas that have one, also those that take no part now: a later fleet may be larger again."""
+    found = (re.fullmatch(r"replica-(\d+)", path.name) for path in folder.glob("replica-*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _set_aside(folder: Path, replica: int, place: str, unusable: Callable[[int], bool]) -> int:
+    """Move those of a replica's own newest checkpoints away whose rounds are `unusable`; gives how many."""
     count = 0
-    while (path := _own_checkpoint(folder, replica)) is not None and _round_of(path) > first:
-        place = path.parent / f"before-epoch-{epoch}"
-        place.mkdir(exist_ok=True)
-        path.rename(place / path.name)
+    while (path := _own_checkpoint(folder, replica)) is not None and unusable(_round_of(path)):
+        aside = path.parent / place
+        aside.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # another launcher does the same
+            path.rename(aside / path.name)
         count += 1
     return count

@@ -21,6 +21,7 @@ from composer_replication.collective.codec import CODECS, content_hash, encode_c
 from composer_replication.collective.layout import Layout
 from composer_replication.collective.norms import square_norm
 from composer_replication.collective.object_store import keys
+from composer_replication.collective.object_store.epochs import read_fleet
 from composer_replication.collective.object_store.requests import create, there
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, WIRE_VERSION, dump, load
 from composer_replication.collective.reduce import reduce_chunk
@@ -308,8 +309,8 @@ def agree_on_fleet(
 
 def _check_settings_stay(before: ObjectStore, own: Mapping[str, Any]) -> None:
     """A run that goes on in a new epoch is still trained as it was: its controller's state wouldn't fit otherwise."""
-    theirs = load(before.get(keys.FLEET, max_bytes=MAX_POINTER_BYTES), keys.FLEET)
-    pairs = ({"settings": own.get("settings")}, {"settings": theirs.get("settings")})
+    theirs, _ = read_fleet(before)  # nobody may have started in the epoch before
+    pairs = ({"settings": own.get("settings")}, {"settings": (theirs or {}).get("settings")})
     lines = [line for line in _differences(*(_flat(one) for one in pairs)) if not line.startswith("settings.frozen")]
     if lines:
         raise FleetMismatch(

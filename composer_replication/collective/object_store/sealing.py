@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 from composer_replication.collective.object_store import checkpoints, keys
 from composer_replication.collective.object_store.entrants import Entrants
-from composer_replication.collective.object_store.epochs import Epoch, EpochStore, dump_epoch, read_epochs
+from composer_replication.collective.object_store.epochs import Epoch, EpochStore, current, dump_epoch, read_epochs
 from composer_replication.collective.object_store.fleet import live_replicas
 from composer_replication.collective.object_store.history import can_follow, closed_roster, decided, is_void
 from composer_replication.collective.object_store.pointers import Roster, dump_roster
-from composer_replication.collective.object_store.requests import create
+from composer_replication.collective.object_store.requests import create, there
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
 from composer_replication.errors import FleetMismatch, ObjectCorrupt, ObjectMissing, ReplicaTaken
 from composer_replication.store.base import ObjectStore
 
-__all__ = ["Reach", "begin_epoch", "reach"]
+__all__ = ["Reach", "begin_epoch", "can_go_on_from", "reach", "refuse_if_trained"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,8 @@ class Reach:
     """How far the rounds of a run can be followed with what is in its store."""
 
     run: str
-    replicas: int  # that the present epoch began with
+    epoch: int  # the present one
+    replicas: int  # that it began with
     newest: int  # the newest checkpoint
     checkpoint: int  # the newest one that is whole
     followed: int  # the round that a replica gets to that starts from there
@@ -40,9 +41,31 @@ class Reach:
 
 
 def reach(store: ObjectStore) -> Reach | None:
-    """Of the present epoch of the run that lies in `store`; None where there is no run. Raises ObjectCorrupt if no
-    checkpoint is whole."""
+    """Of the present epoch of the run that lies in `store`; None where there is no run, or one that was stopped before
+    its first weights were there. Raises ObjectCorrupt if no checkpoint is whole."""
     return _reach(store, read_epochs(store))
+
+
+def can_go_on_from(store: ObjectStore, found: Reach, round: int) -> bool:
+    """Is all there that leads from the start of `round` to the newest whole checkpoint?"""
+    view = current(store)
+    return all(can_follow(view, found.run, passed) for passed in range(round, found.checkpoint))
+
+
+def refuse_if_trained(
+    view: ObjectStore,
+    found: Reach,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Raise ReplicaTaken while a replica of the run's present epoch, of which `view` is a view, lives."""
+    ids = Entrants(view, found.run, found.replicas).look()
+    if alive := live_replicas(view, ids, clock=clock, pause=sleep):
+        raise ReplicaTaken(
+            f"the run in {view.uri} is being trained: {'; '.join(alive)}. Stop these processes before the run is "
+            "resumed"
+        )
 
 
 def _view(store: ObjectStore, epochs: Sequence[Epoch]) -> ObjectStore:
@@ -57,7 +80,11 @@ def _reach(store: ObjectStore, epochs: Sequence[Epoch]) -> Reach | None:
         return None
     run = str(fleet.get("nonce", ""))
     replicas = epochs[-1].replicas if epochs else int(fleet.get("replicas", 0))
-    listed = checkpoints.rounds(view) or [0]  # a listing may be behind
+    listed = checkpoints.rounds(view)
+    if not listed:
+        if not there(view, keys.manifest(0)):
+            return None
+        listed = [0]  # the listing is behind
     newest = next((round for round in listed if checkpoints.is_whole(view, round)), None)
     if newest is None:
         raise ObjectCorrupt(f"{store.uri} has no checkpoint that is whole: begin another run in another place")
@@ -68,6 +95,7 @@ def _reach(store: ObjectStore, epochs: Sequence[Epoch]) -> Reach | None:
     last = closed_roster(view, run, round - 1) if round else None
     return Reach(
         run=run,
+        epoch=len(epochs),
         replicas=replicas,
         newest=listed[0],
         checkpoint=newest,
@@ -98,7 +126,10 @@ def begin_epoch(
     view = _view(store, epochs)
     found = _reach(store, epochs)
     if found is None:
-        raise FleetMismatch(f"{store.uri} holds no run that could be resumed (no {keys.FLEET})")
+        raise FleetMismatch(
+            f"{store.uri} holds no run that could be resumed with another fleet (no {keys.FLEET}, or no first weights "
+            "yet): start it as it was begun, or begin another run in another place"
+        )
     if found.finished:
         raise _finished(store)
     if found.followed < found.newest:
@@ -107,12 +138,7 @@ def begin_epoch(
             f"from the one of round {found.checkpoint} are gone: resume with the same number of replicas and their own "
             "checkpoints, or begin another run in another place"
         )
-    ids = Entrants(view, found.run, found.replicas).look()
-    if alive := live_replicas(view, ids, clock=clock, pause=sleep):
-        raise ReplicaTaken(
-            f"the run in {store.uri} is being trained: {'; '.join(alive)}. Stop these processes before the run is "
-            "resumed with another fleet"
-        )
+    refuse_if_trained(view, found, clock=clock, sleep=sleep)
     while not found.sealed:
         _seal(view, found.run, found.open)
         again = _reach(store, epochs)  # a roster may have been faster; and what was averaged meanwhile counts

@@ -177,6 +177,33 @@ def test_several_epochs(tmp_path: Path) -> None:
     assert [round for round in listed if round is not None] == [0, 3, 8]
 
 
+def test_an_epoch_that_nobody_has_started_in(tmp_path: Path) -> None:
+    """Its launcher was stopped just then, and the run is resumed with yet another number."""
+    store = MemoryStore()
+    killed(store, tmp_path, 2, 4)
+    for size in (3, 4, 2):
+        epoch = begin_epoch(store, size)
+    assert (epoch.number, epoch.first) == (3, 4)
+    with pytest.raises(FleetMismatch, match="settings.outer_lr: 0.5 here"):
+        join(store, 0, 2, **SETTINGS).start(Toy.fresh(0).snapshot(), settings={"outer_lr": 0.5}, resumed=False)
+    assert len({toy.digest for toy in resume(store, tmp_path, 2, 6)}) == 1
+
+
+def test_a_run_that_was_stopped_before_its_first_weights_were_there(tmp_path: Path) -> None:
+    store = MemoryStore()
+
+    def trace(at: str) -> None:
+        if at == "before:manifest":
+            raise Killed
+
+    with pytest.raises(Killed):
+        join(store, 0, 2, trace=trace, **SETTINGS).start(Toy.fresh(0).snapshot(), settings={}, resumed=False)
+    assert keys.FLEET in store.list("") and reach(store) is None, "there is nothing to resume yet"
+    with pytest.raises(FleetMismatch, match="no first weights yet.*start it as it was begun"):
+        begin_epoch(store, 3)
+    assert len({toy.digest for toy in resume(store, tmp_path, 2, 3)}) == 1, "and it can be begun"
+
+
 # -- those who wake up late
 
 
