@@ -124,7 +124,7 @@ class Azure:
         arm, plain = self._signed_in, self._guarded
         self.service = Service(
             [
-                ("GET", PLACE, arm(self._workspace)),
+                ("GET", rf"{PLACE.rpartition('/')[0]}/([\w-]+)", arm(self._workspace)),
                 ("GET", "/discovery", plain(lambda r: {"api": self.service.url})),
                 ("GET", f"{PLACE}/computes", arm(self._computes)),
                 ("GET", sizes, arm(self._sizes)),
@@ -173,6 +173,8 @@ class Azure:
     # -- the workspace -------------------------------------------------------------------------------------------------
 
     def _workspace(self, request: Request) -> dict[str, Any]:
+        if request.path != PLACE:
+            raise self._error(404, "ResourceNotFound", f"The Resource '{request.groups[0]}' was not found.")
         properties = {"discoveryUrl": f"{self.service.url}/discovery", "workspaceId": SUBSCRIPTION}
         return {"id": PLACE, "name": "space", "location": "westeurope", "properties": properties}
 

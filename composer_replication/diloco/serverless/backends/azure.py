@@ -10,6 +10,7 @@ read from where the last read ended; a job that is started again may begin it an
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from composer_replication.diloco.serverless.backends.client import client_module
 from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
 from composer_replication.errors import ExecutorError
 
-__all__ = ["SCOPE", "RunHistory", "told"]
+__all__ = ["SCOPE", "RunHistory", "later", "quietly", "told"]
 
 T = TypeVar("T")
 
@@ -115,12 +116,36 @@ def told(call: Callable[[], T]) -> T:
         raise _translated(error) from error
 
 
+def quietly(make: Callable[[], T], *loggers: str) -> T:
+    """A client that warns of its own experimental parts, at import and at each use, made without that.
+
+    What fails is told by what it raises.
+    """
+
+    def hush() -> None:
+        for name in loggers:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    hush()
+    made = make()
+    hush()  # it sets levels of its own when it is imported
+    return made
+
+
+def later(call: Callable[[], T]) -> T:
+    """The answer to a question; too many of them is a service that doesn't answer now."""
+    try:
+        return told(call)
+    except QuotaExceeded as error:
+        raise BackendUnavailable(str(error)) from error
+
+
 def _translated(error: Exception) -> Exception:
     home, kinds = type(error).__module__, {one.__name__ for one in type(error).__mro__}
     lines = [line.strip() for line in str(getattr(error, "message", "") or error).splitlines() if line.strip()]
     words = lines[0] if lines else type(error).__name__
     status = getattr(error, "status_code", None)
-    if "ClientAuthenticationError" in kinds or status in (401, 403):
+    if "ClientAuthenticationError" in kinds or status == 401:
         return ExecutorError(
             f"Azure refuses the credentials, or there are none (`az login`, AZURE_CLIENT_ID and the like): {words}"
         )

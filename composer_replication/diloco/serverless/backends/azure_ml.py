@@ -10,15 +10,14 @@ gives it to nobody, so it is read from the run history (`azure.py`).
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from composer_replication.diloco.serverless.backends.azure import SCOPE, RunHistory, told
+from composer_replication.diloco.serverless.backends.azure import SCOPE, RunHistory, later, quietly, told
 from composer_replication.diloco.serverless.backends.azure_states import STATES, explained
 from composer_replication.diloco.serverless.backends.client import check_known, client_module
 from composer_replication.diloco.serverless.backends.tail import tail
@@ -130,19 +129,21 @@ class AzureMLExecutor(JobExecutor):
         """What signs in; without credentials, or with expired ones, an ExecutorError that says so."""
         found = self._credential
         if found is None:
-            make = _quietly(
-                "azure.identity", lambda: client_module("azure.identity", self.extra).DefaultAzureCredential
-            )
-            found = make()
+            identity = client_module("azure.identity", self.extra)
+            found = quietly(identity.DefaultAzureCredential, "azure.identity")
         told(lambda: found.get_token(SCOPE))
         return found
 
     @cached_property
     def api(self) -> Any:
-        client = _quietly("azure.ai.ml", lambda: client_module("azure.ai.ml", self.extra).MLClient)
         # Trying again, with pauses, is `JobExecutor`'s.
         options = {"enable_telemetry": False, "show_progress": False, "retry_total": 0}
-        return told(lambda: client(self.credential, *self.scope, **options))
+        credential = self.credential
+
+        def make() -> Any:
+            return client_module("azure.ai.ml", self.extra).MLClient(credential, *self.scope, **options)
+
+        return told(lambda: quietly(make, "azure.ai.ml", "azure.ai.ml._telemetry"))
 
     @cached_property
     def history(self) -> RunHistory:
@@ -227,7 +228,7 @@ class AzureMLExecutor(JobExecutor):
             except missing:
                 return None
 
-        return _later(ask)
+        return later(ask)
 
     def look(self, job_id: str) -> Seen:
         job = self._get(job_id)
@@ -240,7 +241,7 @@ class AzureMLExecutor(JobExecutor):
         self._silent_since.pop(job_id, None)
         if native in ("Queued", "Canceled", "Failed"):
             limit = float(getattr(getattr(job, "limits", None), "timeout", None) or 0)
-            return explained(seen, _later(lambda: self.history.details(job_id)), limit)
+            return explained(seen, later(lambda: self.history.details(job_id)), limit)
         return seen
 
     def _without_heartbeat(self, seen: Seen, job_id: str) -> Seen:
@@ -267,7 +268,7 @@ class AzureMLExecutor(JobExecutor):
             return seen.state in ENDED and not seen.will_retry
 
         def lines() -> Iterator[str]:
-            return _later(lambda: iter(list(output.new_lines())))
+            return later(lambda: iter(list(output.new_lines())))
 
         yield from tail(job_id, lines, ended, lambda: self.sleep(self.log_pause_seconds))
         yield from output.rest()
@@ -278,19 +279,3 @@ def _shell(words: tuple[str, ...]) -> str:
     if not all(_PLAIN.fullmatch(word) for word in words):
         words = (*words[:3], *encoded(words[3:], _LONGEST_ARGUMENT))  # python -m, and the module that decodes it
     return shlex.join(words)
-
-
-def _quietly(logger: str, load: Callable[[], Any]) -> Any:
-    """Load a client that warns of its own experimental parts, at import and at each use; from now on it doesn't."""
-    logging.getLogger(logger).setLevel(logging.ERROR)
-    loaded = load()
-    logging.getLogger(logger).setLevel(logging.ERROR)  # it sets a level of its own when it is imported
-    return loaded
-
-
-def _later(call: Any) -> Any:
-    """The answer to a question; too many of them is a service that doesn't answer now."""
-    try:
-        return told(call)
-    except QuotaExceeded as error:
-        raise BackendUnavailable(str(error)) from error
