@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from composer_replication import __version__
+from composer_replication.cli.elsewhere import add_job_commands, run_job_command
 from composer_replication.cli.tools import add_tools, run_tool
 from composer_replication.errors import ReplicationError
 
@@ -28,6 +29,10 @@ commands, in the order in which you may want them:
       train on this machine, one process for each replica, with a live table
   composer-replication launch recipes/quickstart.yaml --dry-run
       check everything, show the recipe with its defaults filled in, start nothing
+  composer-replication plan recipe.yaml executor=hf_jobs store.uri=s3://bucket/runs/one
+      elsewhere: limits, credentials, seconds of a round, costs; starts nothing
+  composer-replication launch recipe.yaml executor=hf_jobs store.uri=s3://bucket/runs/one --detach
+      train as jobs of a service; 'logs' and 'cancel' reach them from any machine
   composer-replication status file:///shared/run1 --watch
       watch a run through its store, from anywhere that can read it
   composer-replication doctor s3://bucket/runs --parameters 1.3B --replicas 8 --codec int8
@@ -49,10 +54,18 @@ examples:
   composer-replication launch recipes/quickstart.yaml autoloco.policy=fixed output=runs/fixed
   composer-replication launch runs/quickstart/recipe.yaml --resume
   composer-replication launch runs/quickstart/recipe.yaml --resume fleet.replicas=4
+  composer-replication launch recipe.yaml executor=hf_jobs executor.options.flavor=a10g-small \\
+      executor.options.image=me/train:1 store.uri=s3://bucket/runs/one --detach
 
 Each launch has a folder of its own: output, or output-2, output-3, ... It holds recipe.yaml (all defaults filled in),
 the store (unless store.uri says otherwise), and for each replica log.txt, checkpoints and result.json; at the end
 also summary.json and training.png. Ctrl-C stops the replicas in order; --resume goes on from there.
+
+executor=NAME runs them elsewhere (docs/launchers.md): modal, hf_jobs, sagemaker, vertex, azure_ml, volcano, kuberay,
+runpod; fleet.groups spreads one fleet over several. Everything is checked with each service before the first job is
+sent. --dry-run prints the requests, secrets masked. While 'launch' runs it starts replicas again whose machine was
+taken; with --detach, or after it died, 'launch ... --resume' finds the jobs, starts none twice, and goes on with that.
+Ctrl-C stops the jobs, too.
 
 The table's last column: a replica is finished when it has trained its last step and holds the final weights (it may
 still validate), and completed when its process has ended too. Where the table doesn't fit, there are lines instead.
@@ -67,6 +80,9 @@ examples:
   composer-replication status file:///shared/run1 --json | jq .round
 
 Reads the store and writes nothing. A replica is finished when it has trained its last step and holds the final weights.
+
+Of replicas that run as jobs of a service it also shows the jobs: as their launcher saw them last, and when each was
+heard of; with --jobs the services are asked (with their clients and credentials), and their answer is noted there.
 """
 
 _SCHEDULE = """\
@@ -117,6 +133,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     launch.add_argument("--dry-run", action="store_true", help="check everything, print the recipe, start nothing")
     launch.add_argument("--resume", action="store_true", help="go on with the run in the recipe's output or store")
+    launch.add_argument("--detach", action="store_true", help="return when the jobs are sent; they go on")
     launch.add_argument("--plain", action="store_true", help="lines instead of a live table")
 
     status = command("status", "show how a run stands", _STATUS)
@@ -129,6 +146,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     status.add_argument("--signing-key-file", metavar="FILE", help="the run's key, if it is signed (docs/security.md)")
     status.add_argument("--watch", action="store_true", help="again and again, until the run has ended or Ctrl-C")
     status.add_argument("--json", action="store_true", help="for programs: one JSON object (one a line with --watch)")
+    status.add_argument("--jobs", action="store_true", help="ask the services how the jobs stand")
     status.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="pause of --watch (default 2)")
 
     schedule = command("schedule", "show the intervals that a policy would run", _SCHEDULE)
@@ -148,6 +166,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add("--growth-cap", type=float, help="a longer interval's learning-rate mass over the last's (default 1.15)")
     add("--json", action="store_true", help='for programs: {"rounds": 73, "horizons": [500, ...]}')
 
+    add_job_commands(command)
     add_tools(command)
     command("replica", "tell how one replica is started by hand", _REPLICA)
     return parser, commands.choices
@@ -163,7 +182,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"there is no command {words[0]!r}.{_nearest(words[0], commands) or ' --help lists them.'}")
     args, rest = parser.parse_known_args(words)
     # argparse gives up on `launch RECIPE --plain key=value`: what is left over there is overrides.
-    if rest and (args.command != "launch" or any(word.startswith("-") for word in rest)):
+    if rest and (args.command not in ("launch", "plan") or any(word.startswith("-") for word in rest)):
         unknown = [word for word in rest if word.startswith("-")] or rest
         own = commands[args.command]
         hint = _nearest(unknown[0].partition("=")[0], own._option_string_actions)
@@ -193,7 +212,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"checking {args.recipe} ...", flush=True)
             from composer_replication.cli.launch import launch
 
-            return launch(args.recipe, args.overrides, dry_run=args.dry_run, resume=args.resume, plain=args.plain)
+            return launch(
+                args.recipe,
+                args.overrides,
+                dry_run=args.dry_run,
+                resume=args.resume,
+                plain=args.plain,
+                detach=args.detach,
+            )
         if args.command == "status":
             from composer_replication.cli.status import status
 
@@ -204,12 +230,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 watch=args.watch,
                 as_json=args.json,
                 every_seconds=args.every,
+                ask=args.jobs,
             )
         if args.command == "schedule":
             from composer_replication.cli.schedule import schedule
 
             return schedule(args)
-        code = run_tool(args)
+        code = run_job_command(args)
+        if code is None:
+            code = run_tool(args)
         if code is None:
             sys.stdout.write(_REPLICA)
         return code or 0

@@ -6,12 +6,14 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from composer_replication.cli.job_table import job_lines, job_rows
 from composer_replication.cli.live import Screen, lines
 from composer_replication.cli.view import RunReader
 from composer_replication.collective.object_store.epochs import current
 from composer_replication.collective.object_store.place import open_run
 from composer_replication.collective.object_store.wire import for_people
 from composer_replication.errors import StoreError
+from composer_replication.recipe import load_recipe
 
 __all__ = ["place_of", "status"]
 
@@ -28,33 +30,44 @@ def status(
     watch: bool,
     as_json: bool,
     every_seconds: float,
+    ask: bool = False,
 ) -> int:
     if not every_seconds > 0:
         raise ValueError(f"--every must be more than 0, not {every_seconds:g}")
-    place = current(open_run(place_of(uri), control=control, create=False, signing_key=signing_key_file))
+    uri = place_of(uri)
+    place = current(open_run(uri, control=control, create=False, signing_key=signing_key_file))
     reader = RunReader(place)
     reader.refresh()
-    if reader.fleet is None and not watch:
+    jobs = job_rows(uri, ask=ask)
+    if reader.fleet is None and not watch and not jobs:
         raise StoreError(f"there is no run in {reader.store.uri} (no fleet.json): is that the run's store?")
+    told = ""
     with Screen(plain=as_json or not watch) as screen:
         while True:
             view = reader.view(_title(reader))
             if as_json:
-                print(for_people(_plain(reader)).decode("ascii"), flush=True)
+                print(for_people({**_plain(reader), "jobs": jobs}).decode("ascii"), flush=True)
             elif watch:
                 screen.show(view)
+                if jobs and (text := "\n".join(job_lines(jobs, ages=False))) != told:
+                    screen.say(text)
+                    told = text
             else:
-                print("\n".join([*lines(view), *_came_last(reader)]))
+                shown = lines(view) if reader.fleet is not None else [view.title]
+                print("\n".join([*shown, *_came_last(reader), *(["", *job_lines(jobs)] if jobs else [])]))
             if not watch or reader.ended:
                 return 0
             time.sleep(every_seconds)
             reader.refresh()
+            jobs = job_rows(uri, ask=ask)
 
 
 def place_of(uri: str) -> str:
-    """The store's URI: `uri` itself, or the store in a run's folder on this machine."""
+    """The store's URI: `uri` itself, or that of the run whose folder on this machine it is."""
     if "://" not in uri and (Path(uri) / "store" / "fleet.json").is_file():
         return str(Path(uri) / "store")
+    if "://" not in uri and (Path(uri) / "recipe.yaml").is_file():
+        return load_recipe(Path(uri) / "recipe.yaml").store.uri or str(Path(uri) / "store")
     return uri
 
 

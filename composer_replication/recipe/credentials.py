@@ -51,7 +51,7 @@ def refuse_credentials(values: Any, prefix: str, place: Place) -> None:
                         f"{place.of(dotted)} {_LEAD} the launcher instead, which passes it on to the replicas that run "
                         "here; for those elsewhere name the variable in executor.options.secrets"
                     )
-            elif _CREDENTIAL.search(str(key)) and not (_OPTIONS.match(prefix) and _names(value)):
+            elif _CREDENTIAL.search(str(key)) and not (_OPTIONS.match(prefix) and _names(str(key), value)):
                 hint = ", and name the variable: secrets: [NAME]" if _OPTIONS.match(prefix) else ""
                 raise RecipeError(
                     f"{place.of(dotted)} {_LEAD} the process instead (cloud clients read it from there){hint}"
@@ -64,9 +64,10 @@ def refuse_credentials(values: Any, prefix: str, place: Place) -> None:
         _refuse_text(values, prefix, place)
 
 
-def _names(value: Any) -> bool:
-    """A list of variables' or secrets' names, as `secrets: [HF_TOKEN]` is."""
-    return isinstance(value, (list, tuple)) and all(isinstance(one, str) and _NAME.fullmatch(one) for one in value)
+def _names(key: str, value: Any) -> bool:
+    """Names of variables or secrets: a list, as `secrets: [HF_TOKEN]` is, or one where the key says so."""
+    named = [value] if key.endswith("_name") else value
+    return isinstance(named, (list, tuple)) and all(isinstance(one, str) and _NAME.fullmatch(one) for one in named)
 
 
 def _refuse_text(text: str, prefix: str, place: Place) -> None:

@@ -227,13 +227,14 @@ def _with_groups_of(written: Any, over: Any) -> Any:
 def _count_replicas(parts: Sequence[dict[str, Any]], place: Place) -> None:
     """With groups, `fleet.replicas` is their sum; said otherwise, it is refused."""
     fleets = [part.get("fleet") or {} for part in parts]
-    groups = next((fleet["groups"] for fleet in reversed(fleets) if fleet.get("groups")), None)
-    if groups is None:
+    giving = [index for index, fleet in enumerate(fleets) if fleet.get("groups")]
+    if not giving:
         return
-    counts = [group.get("count", 1) for group in groups]
+    counts = [group.get("count", 1) for group in fleets[giving[-1]]["groups"]]
     if not all(isinstance(count, int) for count in counts):
         return  # the merge says so
-    said = next((fleet["replicas"] for fleet in reversed(fleets) if fleet.get("replicas") is not None), sum(counts))
+    later = reversed(fleets[giving[-1] :])  # groups on the command line go over a number in the file
+    said = next((fleet["replicas"] for fleet in later if fleet.get("replicas") is not None), sum(counts))
     if said != sum(counts):
         raise RecipeError(
             f"{place.of('fleet.replicas')} is {said}, but fleet.groups are {sum(counts)} replicas together "

@@ -52,6 +52,7 @@ def test_groups_say_how_many_replicas_there_are() -> None:
     assert recipe.fleet.groups[0].options == {"gpu": "A100-80GB"}
     assert recipe_from(to_yaml(recipe)) == recipe
     assert read(GROUPS, ("fleet.replicas=3",)) == recipe  # said, and right
+    assert read("fleet: {replicas: 7}\n", ("fleet.groups=[{executor: modal, count: 2}]",)).fleet.replicas == 2
 
 
 def test_one_value_of_a_group_can_be_overridden() -> None:
@@ -103,3 +104,4 @@ def test_credentials_in_options_are_refused_and_not_shown(override: str) -> None
 def test_names_of_secrets_are_no_credentials() -> None:
     recipe = read("executor: {name: hf_jobs, options: {secrets: [HF_TOKEN, AWS_SECRET_ACCESS_KEY]}}\n")
     assert recipe.executor.options["secrets"] == ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY"]
+    assert read("executor: {name: volcano, options: {secret_name: store-keys}}\n").executor.options

@@ -32,12 +32,14 @@ __all__ = [
     "make_executor",
     "make_specs",
     "mixed_executor",
+    "option_defaults",
     "option_names",
     "places_to_warn_of",
     "remote_recipe",
 ]
 
 # Said in the recipe by keys of their own, or by who launches.
+_OBJECTS = {"credential", "credentials"}  # of programs: nothing that a file could hold
 _NOT_OPTIONS = {"code": "executor.code", "output": "output, the run's folder"}
 
 
@@ -97,15 +99,30 @@ def executor_class(backend: str) -> type[BaseExecutor]:
 
 def option_names(backend: str) -> tuple[str, ...]:
     """What `options` may hold: the keyword arguments of the executor and of the classes that it hands them on to."""
-    found: list[str] = []
+    found = {parameter.name for parameter in _parameters(backend)}
+    return tuple(sorted(found - _elsewhere(backend).keys() - _OBJECTS))
+
+
+def option_defaults(backend: str) -> dict[str, Any]:
+    """What the options are when nothing is said; those that must be said aren't in it."""
+    found: dict[str, Any] = {}
+    for parameter in _parameters(backend):
+        if parameter.default is not parameter.empty:
+            found.setdefault(parameter.name, parameter.default)
+    return found
+
+
+def _parameters(backend: str) -> list[inspect.Parameter]:
+    """The keyword arguments of the executor, then those of the classes that it hands others on to."""
+    found: list[inspect.Parameter] = []
     for kind in executor_class(backend).__mro__:
         if "__init__" not in vars(kind):
             continue
         parameters = inspect.signature(vars(kind)["__init__"]).parameters.values()
-        found += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in found]
+        found += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-    return tuple(sorted(set(found) - _elsewhere(backend).keys()))
+    return found
 
 
 def _elsewhere(backend: str) -> Mapping[str, str]:
@@ -142,8 +159,11 @@ def make_executor(group: Group, recipe: Recipe, *, folder: Path | None = None, c
             env["PYTHONPATH"] = os.pathsep.join(
                 [str(Path(section.code).absolute()), *filter(None, [os.environ.get("PYTHONPATH")])]
             )
+    given = {**settings, **options}
+    if missing := [p.name for p in _parameters(group.backend) if p.default is p.empty and p.name not in given]:
+        raise RecipeError(f"{group.key}.options: {group.backend} needs {', '.join(missing)}")
     try:
-        return executor_class(group.backend)(**{**settings, **options})
+        return executor_class(group.backend)(**given)
     except (ValueError, TypeError) as error:
         raise RecipeError(f"{group.key}.options: {error}") from error
 

@@ -1,6 +1,7 @@
 """What launchers and replicas leave in the run's store, below `launch/`.
 
     launch/files/HASH               recipes and code that launchers send, named by their SHA-256
+    launch/recipe.json              which of them is the recipe of the newest launch
     launch/replicas/R/JOB.json      the replica's own word: started, alive, ended and how
     launch/logs/JOB/00000000.txt    its output, where the service keeps none
     launch/handles/R.json           the handle of replica R's newest job
@@ -70,6 +71,15 @@ class Marks:
         if hashlib.sha256(data).hexdigest() != digest:
             raise ExecutorError(f"{PREFIX}files/{digest} in {self.store.uri} isn't what the launcher sent: not used")
         return data
+
+    def send_recipe(self, data: bytes) -> None:
+        """Store the recipe that this launch goes by: with it another machine finds the back ends' jobs."""
+        self._write("recipe.json", {"sha256": self.send(data)})
+
+    def recipe(self) -> bytes | None:
+        """That of the newest launch, checked; None if it was launched without one."""
+        values = self._read("recipe.json")
+        return None if values is None else self.fetch(str(values.get("sha256")))
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
