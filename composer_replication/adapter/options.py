@@ -23,6 +23,7 @@ from composer_replication.autoloco.values import Policy
 from composer_replication.collective.base import Collective
 from composer_replication.collective.codec import check_codec
 from composer_replication.collective.guards import Guards
+from composer_replication.collective.retention import CHECKPOINT_EVERY, check_own_checkpoints
 from composer_replication.isolate import REPLICA, REPLICAS, Identity, read_identity
 from composer_replication.store.signing_key import find_signing_key
 
@@ -160,6 +161,10 @@ def read_options(
             raise ValueError(f"min_replicas must be between 1 and {identity.replicas}, got {min_replicas!r}")
         guards.check_fleet(identity.replicas)
         guards.check_least(min_replicas)
+        if checkpoint_dir is not None:
+            shared = CHECKPOINT_EVERY if checkpoint_every is None else checkpoint_every
+            names = {"own_name": "checkpoint_every_rounds", "shared_name": "checkpoint_every"}
+            check_own_checkpoints(checkpoint_every_rounds, shared, **names)
         find_signing_key(signing_key_file)  # read again when a fit begins: nothing here holds it
         meet = open_store(
             store,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from composer_replication.collective.retention import check_own_checkpoints
 from composer_replication.errors import RecipeError
 from composer_replication.recipe.backends import BACKENDS
 from composer_replication.recipe.messages import Place, nearest
@@ -106,6 +107,11 @@ def check(recipe: Recipe, place: Place) -> None:
         guards.check_settings({"weighting": recipe.autoloco.weighting})
     except ValueError as error:
         raise RecipeError(f"{place.of('fleet.aggregation')}: {error}") from error
+    try:
+        names = {"own_name": "fleet.checkpoint_every_rounds", "shared_name": "fleet.shared_checkpoint_every_rounds"}
+        check_own_checkpoints(fleet.checkpoint_every_rounds, fleet.shared_checkpoint_every_rounds, **names)
+    except ValueError as error:
+        raise RecipeError(f"{place.of('fleet.checkpoint_every_rounds')}: {error}") from error
     if recipe.store.signing_key_file is not None:
         try:
             find_signing_key(recipe.store.signing_key_file)

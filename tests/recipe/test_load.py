@@ -99,6 +99,7 @@ def test_interpolation_refers_to_other_keys():
         ("trainer=composr", ["trainer", "lightning", "'composer'"]),
         ("executor.name=modl", ["executor.name", "'modal'"]),
         ("fleet.min_replicas=3", ["fleet.min_replicas", "fleet.replicas (2)"]),
+        ("fleet.checkpoint_every_rounds=20", ["fleet.checkpoint_every_rounds=20", "divides 10", "such as 20"]),
         ("fleet.timeout_seconds=0", ["fleet.timeout_seconds"]),
         ("fleet.start_timeout_seconds=0", ["fleet.start_timeout_seconds", "positive"]),
         ("scheduler.warmup_steps=501", ["scheduler.warmup_steps", "training.steps (500)"]),

@@ -41,6 +41,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"base_horizon": 10, "outer_lr": "0.7"}, "lr must be .*'0.7'"),
     ({"base_horizon": 10, "min_replicas": 3}, "min_replicas must be between 1 and 2, got 3"),
     ({"base_horizon": 10, "checkpoint_every_rounds": 0}, "checkpoint_every_rounds must be at least 1"),
+    (
+        {"base_horizon": 10, "checkpoint_dir": "here", "checkpoint_every_rounds": 20},
+        "checkpoint_every_rounds=20 doesn't go with checkpoint_every=10.*such as 20",
+    ),
     ({"base_horizon": 10, "replica": 2}, "replica must be between 0 and 1 in a fleet of 2, got 2"),
     ({"base_horizon": 10, "replica": -1}, "replica must be between 0 and 1 in a fleet of 2, got -1"),
     ({"base_horizon": 10, "replicas": 0}, "replicas must be at least 1, got 0"),

@@ -48,6 +48,7 @@ from composer_replication.collective.object_store.settings import check_positive
 from composer_replication.collective.object_store.shards import ShardWork, Trace, input_sizes
 from composer_replication.collective.object_store.waiting import backed_off, duration, seen, telling, watching
 from composer_replication.collective.object_store.wire import dump, for_people
+from composer_replication.collective.retention import CHECKPOINT_EVERY
 from composer_replication.errors import (
     Fenced,
     Interrupted,
@@ -139,7 +140,7 @@ class ObjectStoreCollective:
         poll_seconds: float = 0.05,
         max_poll_seconds: float = 1.0,
         heartbeat_seconds: float = 5.0,
-        checkpoint_every: int = 10,
+        checkpoint_every: int = CHECKPOINT_EVERY,
         takeover_seconds: float | None = None,
         tolerated_misses: int = 1,
         mode: Mode = "auto",

@@ -11,12 +11,12 @@ import logging
 from composer_replication.collective.object_store import checkpoints, keys
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.requests import there
+from composer_replication.collective.retention import KEEP_ROUNDS
 from composer_replication.errors import StoreError
 from composer_replication.store.base import ObjectStore
 
 __all__ = ["KEEP_ROUNDS", "Collector"]
 
-KEEP_ROUNDS = 2
 _log = logging.getLogger("composer_replication")
 QUIET_ROUNDS = 8  # looking back for what an earlier life left ends after so many rounds without a blob
 
