@@ -9,16 +9,17 @@ twice or a contribution counts twice, one raises where another applies, or the f
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import random
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 from composer_replication.collective.base import Report
-from composer_replication.collective.object_store import keys
+from composer_replication.collective.object_store import history, keys
 from composer_replication.collective.object_store import round as machine
 from composer_replication.collective.object_store.entrants import Entrants
 from composer_replication.collective.object_store.events import (
@@ -56,16 +57,9 @@ from composer_replication.store import MemoryStore
 RUN = "simulated"
 CHUNKS = 3
 TIMING = Timing(timeout_seconds=20.0, takeover_seconds=3.0, poll_seconds=0.1, max_poll_seconds=1.0)
+LARGE = 8  # replicas: more of them get as much done in a second, and meet with as many faults in a round, as so many do
+LARGE_TIMING = Timing(timeout_seconds=60.0, takeover_seconds=10.0, poll_seconds=2.0, max_poll_seconds=10.0)
 EVERY = 2  # rounds between checkpoints
-MUTATIONS = (
-    "ready overwritten",
-    "abort not written",
-    "mean overwritten",
-    "mode chosen locally",
-    "base not checked",
-    "roster collected",
-    "read ahead unverified",
-)
 
 
 def digest(*parts: Any) -> str:
@@ -74,6 +68,16 @@ def digest(*parts: Any) -> str:
 
 def manifest(round: int, base: str) -> bytes:
     return dump({"round": round, "digest": base, "anchor": [[base, len(base)]], "momentum": []})
+
+
+@contextlib.contextmanager
+def _parsed_once() -> Iterator[None]:
+    """All of a large fleet parse the same pointers, each for itself: what comes out is a function of the bytes."""
+    with contextlib.ExitStack() as stack:
+        for module, name in ((machine, "parse_ready"), (machine, "parse_roster"), (history, "parse_roster")):
+            once = functools.lru_cache(maxsize=None)(getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, once))
+        yield
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,6 @@ class Simulation:
     chances: Chances = Chances()
     dead: int = 0  # so many are gone for good at some moment (skip only)
     joining: int = 0  # so many come in later, at some moment (skip only)
-    mutation: str = ""
     # what is checked
     applied: dict[int, tuple[str, str]] = field(default_factory=dict)  # round -> what was applied, state after
     averaged: dict[str, tuple[int, str]] = field(default_factory=dict)  # contribution -> where
@@ -126,6 +129,8 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
+        self.share = min(1.0, LARGE / self.replicas)
+        self.timing = TIMING if self.replicas <= LARGE else LARGE_TIMING
         self.now = 0.0
         self.store = MemoryStore()
         self.delayed: list[tuple[float, str, bytes]] = []
@@ -147,7 +152,13 @@ class Simulation:
     # -- the world
 
     def run(self, stormy: int = 4_000, steps: int = 40_000) -> None:
-        """`stormy` steps in which things go wrong, then calm: the fleet must get to the end."""
+        """`stormy` steps in which things go wrong, then calm: the fleet must get to the end. (In a large fleet, where a
+        round takes as many steps as there are pairs of replicas, that many times both.)"""
+        stormy, steps = (int(count / self.share**2) for count in (stormy, steps))
+        with _parsed_once() if self.replicas > LARGE else contextlib.nullcontext():
+            self._run(stormy, steps)
+
+    def _run(self, stormy: int, steps: int) -> None:
         doomed = self.random.sample(self.all, self.dead)
         for step in range(steps):
             if step == stormy:
@@ -156,14 +167,14 @@ class Simulation:
                 self._check_end()
                 return
             for replica in doomed:
-                if not replica.gone and self.applied and self.random.random() < 0.01:
+                if not replica.gone and self.applied and self.random.random() < 0.01 * self.share**2:
                     replica.gone, replica.alive, replica.life = True, False, None
             self._deliver()
             able = [r for r in self.all if not r.gone and not r.finished and r.asleep_until <= self.now]
             if not able:
                 self.now = min((r.asleep_until for r in self.all if not r.gone and not r.finished), default=self.now)
                 continue
-            self.now += self.random.random() * 0.02
+            self.now += self.random.random() * 0.02 * self.share
             self._turn(self.random.choice(able))
         raise AssertionError(f"wedged after {step + 1} steps: {self._where()}")
 
@@ -177,14 +188,14 @@ class Simulation:
 
     def _turn(self, replica: Replica) -> None:
         self.current = replica.id
-        chance = self.random.random()
+        chance = self.random.random() / self.share**2
         if replica.alive and chance < self.chances.crash:
             if replica.writing is not None and self.random.random() < self.chances.late_write:
                 self.delayed.append((self.now + self.random.random() * 40.0, *replica.writing))
             self._down(replica)
             return
         if replica.alive and chance < self.chances.crash + self.chances.pause:
-            replica.asleep_until = self.now + self.random.random() * 3.0 * TIMING.timeout_seconds
+            replica.asleep_until = self.now + self.random.random() * 3.0 * self.timing.timeout_seconds
             return
         if not replica.alive:
             replica.alive, replica.incarnation = True, replica.incarnation + 1
@@ -269,8 +280,6 @@ class Simulation:
                 pending = (round, base)
             yield
             collector.collect(closed.roster)
-            if self.mutation == "roster collected":
-                self.store.delete([keys.roster(closed.roster.round, closed.attempt)])
             reports = (*closed.roster.members, *closed.roster.others)
             left = left or any(report.replica == replica.id and report.leaving for report in reports)
             if replica.id not in closed.roster.present and not left:
@@ -323,7 +332,7 @@ class Simulation:
         return Job(
             plan=plan,
             policy=self.policy,
-            timing=TIMING,
+            timing=self.timing,
             replica=replica.id,
             incarnation=replica.incarnation,
             layout="layout",
@@ -337,8 +346,7 @@ class Simulation:
         blobs: list[str] = []
         begun: dict[tuple[Any, ...], Any] = {}  # what is long, and what came of it already
         ahead: dict[tuple[int, int], bytes] = {}  # chunks of contributions, read before the roster
-        with self._mutated(job):
-            state, action = advance(begin(job), Started(), self.now)
+        state, action = advance(begin(job), Started(), self.now)
         while not isinstance(action, Done | Fail):
             if isinstance(action, Create):
                 replica.writing = (action.key, action.data)
@@ -346,49 +354,14 @@ class Simulation:
                 replica.asleep_until = self.now + action.seconds
             yield
             self.current = replica.id
-            if self.mutation == "abort not written" and isinstance(action, Create) and action.step == "roster":
-                if load(action.data, action.key)["kind"] == "abort":
-                    self._raise(job.plan.round, state.attempt)
-                    replica.writing = None
-                    return Fail("aborted", "deadline, said to nobody", None), blobs
             event = self._take_time(replica, job, state, action, held, blobs, begun, ahead)
             replica.writing = None
-            with self._mutated(job):
-                state, action = advance(state, event, self.now)
+            state, action = advance(state, event, self.now)
         return action, blobs
 
-    @contextmanager
-    def _mutated(self, job: Job):
-        if self.mutation not in ("mode chosen locally", "base not checked"):
-            yield
-            return
-        parse = machine.parse_roster
-
-        def changed(data: bytes, key: str, **expect: Any):
-            roster = parse(data, key, **expect)
-            if self.mutation == "base not checked":
-                return replace(roster, base=job.plan.base)
-            if roster.kind != "roster" or not roster.members or job.replica % 2:
-                return roster
-            # this replica finds the other way faster
-            if roster.mode == "direct":
-                shards = min(len(roster.members), CHUNKS)
-                ids = [report.replica for report in roster.members]
-                return replace(roster, mode="sharded", shards=shards, owners=tuple(ids[:shards]))
-            return replace(roster, mode="direct", shards=1, owners=roster.owners[:1])
-
-        with mock.patch.object(machine, "parse_roster", changed):
-            yield
-
     def _create(self, key: str, data: bytes, step: str) -> None:
-        overwritten = {"ready overwritten": "ready", "mean overwritten": "mean"}.get(self.mutation)
-        if overwritten is not None and step == overwritten:
-            self.store.put(key, data)
-            return
-        try:
+        with contextlib.suppress(ObjectExists):
             self.store.put_if_absent(key, data)
-        except ObjectExists:
-            pass
 
     def _take_time(
         self,
@@ -416,7 +389,8 @@ class Simulation:
 
     def _read_ahead(self, replica: Replica, job: Job, attempt: int, ahead: dict[tuple[int, int], bytes]) -> None:
         """From whichever of its incarnations: a guess may be of a process that is gone."""
-        for other in self.all:
+        others = self.all if self.replicas <= LARGE else self.random.sample(self.all, LARGE)
+        for other in others:
             for index in range(CHUNKS):
                 if other.id != replica.id and other.incarnation and self.random.random() < self.chances.read_ahead:
                     incarnation = self.random.randint(max(1, other.incarnation - 1), other.incarnation)
@@ -438,8 +412,6 @@ class Simulation:
     ):
         match action:
             case Read(key):
-                if self.mutation == "ready overwritten" and state.phase == "own" and not state.tries:
-                    return Missing()  # a restart that doesn't ask whether it has contributed already
                 try:
                     return Found(self.store.get(key))
                 except ObjectMissing:
@@ -480,13 +452,12 @@ class Simulation:
             for ready in action.readies:
                 key = keys.input_chunk(job.plan.round, ready.blob_attempt, ready.replica, ready.blob_incarnation, index)
                 content = ahead.get((ready.replica, index), b"")
-                unverified = self.mutation == "read ahead unverified" and content not in (b"", b"damaged")
-                if not unverified and hashlib.sha256(content).hexdigest() != ready.chunks[index].hash:
+                if not self._is_right(content, ready.chunks[index]):
                     try:
                         content = self.store.get(key)
                     except ObjectMissing as error:
                         return Spoiled(ready.replica, str(error), True)
-                    if hashlib.sha256(content).hexdigest() != ready.chunks[index].hash:
+                    if not self._is_right(content, ready.chunks[index]):
                         return Spoiled(ready.replica, f"{key} is damaged")
                 value = json.loads(content)
                 what = (ready.replica, ready.report.metrics["trained"], index)
@@ -502,6 +473,9 @@ class Simulation:
             held[index] = fact
             facts.append(fact)
         return Reduced(tuple(facts))
+
+    def _is_right(self, content: bytes, fact: ChunkFact) -> bool:
+        return hashlib.sha256(content).hexdigest() == fact.hash
 
     def _fetch(self, job: Job, action: Fetch, held: dict[int, ChunkFact]):
         indices = shard_chunks(action.roster, action.verdict.shard, CHUNKS)
@@ -559,7 +533,7 @@ class Simulation:
         return newest, base
 
 
-def make(seed: int, *, mutation: str = "", replicas: int = 0) -> Simulation:
+def make(seed: int, *, replicas: int = 0) -> Simulation:
     """A schedule of its own for each seed: size (unless given), policy and what goes wrong all vary."""
     choose = random.Random(seed * 7919 + 1)
     strict = choose.random() < 0.5
@@ -577,6 +551,11 @@ def make(seed: int, *, mutation: str = "", replicas: int = 0) -> Simulation:
     dead = 0 if strict else choose.randint(0, (replicas - 1) // 2)
     rounds = choose.randint(2, 5)
     joining = 0 if strict else choose.choice((0, 0, 1, 1, 2, 3))
-    return Simulation(
-        seed, replicas, strict, rounds=rounds, chances=chances, dead=dead, joining=joining, mutation=mutation
-    )
+    return Simulation(seed, replicas, strict, mode, rounds, chances, dead, joining)
+
+
+def large(seed: int, replicas: int = 64) -> Simulation:
+    """Two rounds of a large fleet."""
+    schedule = make(seed, replicas=replicas)
+    schedule.rounds = 2
+    return schedule
