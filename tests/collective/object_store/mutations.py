@@ -26,7 +26,7 @@ Patch = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Mutation:
-    """`rule` as docs/protocol.md's table has it; `breaks` takes it out while it is entered."""
+    """`rule` in the words of the table in docs/protocol.md; `breaks` takes it out while it is entered."""
 
     rule: str
     breaks: Patch
@@ -267,34 +267,58 @@ _for_ever = _instead(machine, "MAX_FETCHES", lambda most: 1_000_000_000 * most)
 
 MUTATIONS = {
     # created once
-    "ready overwritten": Mutation("ready once", _overwritten("ready"), schedule=interrupted),
-    "contributed anew": Mutation("ready once", _contributed_anew, schedule=interrupted),
-    "own ready believed": Mutation("ready once", _believed("ready"), schedule=interrupted, seed=20),
-    "roster overwritten": Mutation("roster once", _overwritten("roster"), schedule=interrupted, steps=4_000),
-    "own roster believed": Mutation("roster once", _believed("roster"), schedule=interrupted, seed=16),
-    "mean overwritten": Mutation("mean once", _overwritten("mean"), schedule=interrupted, seed=4),
-    "own mean believed": Mutation("mean once", _believed("mean"), schedule=interrupted, seed=4),
-    "abort not written": Mutation("abort in the roster's place", _instead(Simulation, "_round", _abort_unsaid)),
+    "ready overwritten": Mutation("`ready` is created once", _overwritten("ready"), schedule=interrupted),
+    "contributed anew": Mutation("`ready` is created once", _contributed_anew, schedule=interrupted),
+    "own ready believed": Mutation("`ready` is created once", _believed("ready"), schedule=interrupted, seed=20),
+    "roster overwritten": Mutation(
+        "the roster is created once", _overwritten("roster"), schedule=interrupted, steps=4_000
+    ),
+    "own roster believed": Mutation("the roster is created once", _believed("roster"), schedule=interrupted, seed=16),
+    "mean overwritten": Mutation(
+        "a shard's pointer is created once", _overwritten("mean"), schedule=interrupted, seed=4
+    ),
+    "own mean believed": Mutation("a shard's pointer is created once", _believed("mean"), schedule=interrupted, seed=4),
+    "abort not written": Mutation(
+        "the abort is written under the roster's key", _instead(Simulation, "_round", _abort_unsaid)
+    ),
     # pointers stay, blobs go
-    "roster collected": Mutation("pointers stay", _instead(garbage.Collector, "collect", _roster_too), steps=4_000),
+    "roster collected": Mutation(
+        "pointers are never deleted", _instead(garbage.Collector, "collect", _roster_too), steps=4_000
+    ),
     "pointers collected": Mutation(
-        "pointers stay", _instead(garbage.Collector, "_left_behind", _pointers_too), schedule=stopped
+        "pointers are never deleted", _instead(garbage.Collector, "_left_behind", _pointers_too), schedule=stopped
     ),
     "blobs collected early": Mutation(
-        "blobs stay while needed", _instead(garbage.Collector, "floor", _at_once), steps=4_000
+        "blobs stay until all", _instead(garbage.Collector, "floor", _at_once), steps=4_000
     ),
-    "gone means not yet": Mutation("gone means behind", _for_ever, schedule=stopped, steps=4_000),
+    "gone means not yet": Mutation("a blob that is gone means", _for_ever, schedule=stopped, steps=4_000),
     # what is agreed
-    "mode chosen locally": Mutation("mode by roster", _roster_read_otherwise(_faster_otherwise)),
-    "shards cut locally": Mutation("mode by roster", _roster_read_otherwise(_cut_otherwise), seed=4),
-    "base not checked": Mutation("base checked", _any_base, schedule=diverged),
-    # averaging and applying
-    "read ahead unverified": Mutation("hashes checked", _instead(Simulation, "_is_right", _damage_unseen), seed=2),
-    "applied early": Mutation("all shards first", _instead(machine, "_after_fetch", _applied_early), seed=4),
-    "culprits forgotten": Mutation(
-        "void ones left out", _instead(machine, "_next_attempt", _culprits_forgotten), schedule=damaged, steps=4_000
+    "mode chosen locally": Mutation(
+        "the mode and the shards are the roster's", _roster_read_otherwise(_faster_otherwise)
     ),
-    "no takeover": Mutation("takeover", _instead(machine, "_my_turn", _owners_only), schedule=bereaved, steps=4_000),
+    "shards cut locally": Mutation(
+        "the mode and the shards are the roster's", _roster_read_otherwise(_cut_otherwise), seed=4
+    ),
+    "base not checked": Mutation("a roster from another state isn't followed", _any_base, schedule=diverged),
+    # averaging and applying
+    "read ahead unverified": Mutation(
+        "only if it has its pointer's hash", _instead(Simulation, "_is_right", _damage_unseen), seed=2
+    ),
+    "applied early": Mutation(
+        "nothing is applied before all shards", _instead(machine, "_after_fetch", _applied_early), seed=4
+    ),
+    "culprits forgotten": Mutation(
+        "isn't in the next attempt",
+        _instead(machine, "_next_attempt", _culprits_forgotten),
+        schedule=damaged,
+        steps=4_000,
+    ),
+    "no takeover": Mutation(
+        "a dead owner's shard is taken over",
+        _instead(machine, "_my_turn", _owners_only),
+        schedule=bereaved,
+        steps=4_000,
+    ),
 }
 
 # Rules that no schedule breaks, as long as the others hold.

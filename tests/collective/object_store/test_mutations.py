@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,13 @@ def test_without_a_rule_a_schedule_breaks(name: str) -> None:
     found = next((seed for seed in seeds if failure(mutation, seed, broken=True)), None)
     assert found is not None, f"{name}: no schedule failed, so nothing here guards the rule"
     assert failure(mutation, found, broken=False) == "", "and that very schedule is sound with it"
+
+
+def test_the_page_names_every_mutation_beside_its_rule() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    for name, mutation in MUTATIONS.items():
+        assert any(mutation.rule in row[0] and f"`{name}`" in row[1] for row in rows), (mutation.rule, name)
 
 
 # -- rules that no schedule can break, since others hold meanwhile: each alone
