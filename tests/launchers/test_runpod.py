@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +163,21 @@ def test_a_pod_that_is_gone_is_judged_by_its_mark(pods: RunPod, tmp_path: Path) 
     assert executor.look("pod999@1").timed_out and executor.look(f"pod999@{2**40}").state == "preempted"
 
 
+def test_a_pod_that_is_gone_is_running_as_long_as_its_replica_gives_signs_of_life(pods: RunPod, tmp_path: Path) -> None:
+    """It may be another account's key that doesn't find it; a second pod would take its place."""
+    executor = make(pods)
+    handle, container_ = launched(pods, executor, spec(tmp_path, *WAITING))
+    pods.engine.wait_for(lambda: "ready" in container_.lines)
+    pods.pods["pod000"].terminated = True
+    pods.refusals = [Refused(200, {"errors": [{"message": "pod not found"}]})]  # or null: both are seen to
+    for _ in range(2):
+        (handle,) = executor.poll([handle])
+        assert (handle.state, handle.native, handle.ended) == ("running", "gone", False)
+    pods.elapsed = 100.0
+    (handle,) = executor.poll([handle])
+    assert (handle.state, handle.native, handle.will_retry) == ("preempted", "gone", True)
+
+
 def test_a_pod_that_cannot_end_itself_runs_its_job_once_and_is_deleted_by_a_launcher(
     pods: RunPod, tmp_path: Path
 ) -> None:
@@ -283,4 +297,3 @@ def test_settings_are_checked_at_once(settings: dict[str, Any], message: str) ->
 def test_a_command_that_is_not_the_containers_goes_as_it_is(pods: RunPod) -> None:
     plain = Job("n", "r", 0, 0, ("python", "train.py"))
     assert make(pods).payload(plain)["dockerArgs"] == "python train.py"
-    assert json.dumps(make(pods).payload(plain))

@@ -23,6 +23,7 @@ from typing import Any
 from composer_replication.diloco.serverless.backends.client import check_known
 from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
 from composer_replication.diloco.serverless.exit_codes import again
+from composer_replication.diloco.serverless.jobs.container import BEAT_SECONDS
 from composer_replication.diloco.serverless.jobs.encoded import encoded
 from composer_replication.diloco.serverless.jobs.job import Job, Seen
 from composer_replication.diloco.serverless.jobs.job_executor import CONTAINER, JobExecutor
@@ -170,9 +171,13 @@ class RunPodExecutor(JobExecutor):
         pod_id, _, deadline = job_id.partition("@")
         url = f"https://console.runpod.io/pods?id={pod_id}"
         late = bool(deadline) and self.clock() >= int(deadline)
-        pod = self._ask(POD, input={"podId": pod_id})["pod"]
+        pod = self._pod(pod_id)
         if pod is None:
-            return self._ended("gone", "", self._mark_of_handle(job_id), late, url)
+            mark = self._mark_of_handle(job_id)
+            alive = mark is not None and mark.exit_code is None and self.clock() - mark.seen < 3 * BEAT_SECONDS
+            if alive and not late:  # just deleted, or another account's
+                return Seen("running", "gone", "the pod isn't found, but its replica was alive just now", log_url=url)
+            return self._ended("gone", "", mark, late, url)
         native, reason = pod["desiredStatus"], pod["lastStatusChange"] or ""
         mark = self._mark_of_name(pod["name"])
         going = native == RUNNING or native in PENDING
@@ -183,6 +188,14 @@ class RunPodExecutor(JobExecutor):
         with contextlib.suppress(ExecutorError):  # it's over in any case, and the next look tries again
             self._ask(TERMINATE, input={"podId": pod_id})
         return self._ended(native, reason, mark, late, url)
+
+    def _pod(self, pod_id: str) -> dict[str, Any] | None:
+        try:
+            return self._ask(POD, input={"podId": pod_id})["pod"]
+        except ExecutorError as error:
+            if "not found" in str(error).lower():
+                return None
+            raise
 
     def _ended(self, native: str, reason: str, mark: Mark | None, late: bool, url: str) -> Seen:
         code = mark.exit_code if mark is not None else None
