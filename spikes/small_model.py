@@ -40,7 +40,7 @@ def save_model(folder: Path, *, width: int = 128, layers: int = 4, context: int 
             max_position_embeddings=context,
             tie_word_embeddings=True,
             bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=len(tokenizer) - 1,  # it was added last
         )
     )
     model.save_pretrained(folder)
