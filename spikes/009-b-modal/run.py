@@ -1,6 +1,6 @@
 """Two replicas on Modal, an A100-40GB each, meet in a bucket: 50 inner steps, two rounds, a model of half a billion.
 
-python spikes/009-b-modal/run.py --stand-in                                   (no account; a small model; a minute or two)
+python spikes/009-b-modal/run.py --stand-in                                   (no account; a small model; two minutes)
 python spikes/009-b-modal/run.py s3://BUCKET/009-b s3://BUCKET/text           (accounts; see README.md)
 """
 

@@ -1,6 +1,6 @@
 """One replica on Modal, one on Hugging Face Jobs, one bucket: two rounds of a model of half a billion.
 
-python spikes/009-c-mixed/run.py --stand-in                                   (no account; a small model; a minute or two)
+python spikes/009-c-mixed/run.py --stand-in                                   (no account; a small model; two minutes)
 python spikes/009-c-mixed/run.py s3://BUCKET/009-c s3://BUCKET/text --image REGISTRY/IMAGE:TAG    (see README.md)
 """
 
