@@ -4,6 +4,7 @@ own messages."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ class Vertex:
         self.engine = engine
         self.jobs: dict[str, tuple[Any, Container]] = {}
         self.submitted: list[dict[str, Any]] = []
+        self._numbers = itertools.count(1000)
         self.reads = 0
         self.busy_reads = 0  # how many of the next reads of logs are refused
         job = rf"/v1/({PARENT}/customJobs/\d+)"
@@ -78,7 +80,7 @@ class Vertex:
         env: dict[str, str] = {}
         for one in container.env:
             env[one.name] = expanded(one.value, env)
-        job.name, job.create_time = f"{PARENT}/customJobs/{1000 + len(self.jobs)}", BEGAN
+        job.name, job.create_time = f"{PARENT}/customJobs/{next(self._numbers)}", BEGAN
         self.jobs[job.name] = job, self.engine.start(job.display_name, [*container.command, *container.args], env)
         return self._job(job.name)
 
