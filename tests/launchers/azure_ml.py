@@ -101,9 +101,9 @@ class AzureJob:
         return values
 
     def file(self) -> bytes:
-        """The output of its last start; the last line without its newline until it has ended."""
+        """The output of its last start; without the last newline if it was killed."""
         lines = self.container.lines[self.container.begins[-1] :]
-        return "\n".join([*lines, ""] if self.container.ended and lines else lines).encode()
+        return "\n".join(lines if self.container.ended == "preempted" or not lines else [*lines, ""]).encode()
 
 
 class Azure:
