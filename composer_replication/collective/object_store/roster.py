@@ -6,7 +6,7 @@ Invariant: a roster is proposed by one replica and read by all; nothing in it is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -55,6 +55,13 @@ class Policy:
         if self.strict or round == self.first_round:  # a lone or fresh replica is never the authority
             return len(expected)
         return min(self.min_replicas, len(expected))
+
+    def enough(self, here: Collection[int], expected: Sequence[int], round: int) -> bool:
+        """Can a round close with those who are `here`? Newcomers, whom nobody expects yet, count like everyone, but
+        not in the first round, which needs all that are expected."""
+        first = self.strict or round == self.first_round
+        counted = [replica for replica in here if not first or replica in expected]
+        return len(counted) >= self.needed(expected, round)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,7 @@ def propose(
     sound = {replica: report for replica, report in reports.items() if replica not in differing}
     # The first round asks whether everyone has come, which a culprit has too; later ones ask for enough to average.
     here = {*sound, *((*banned, *odd) if plan.round == policy.first_round else ())}
-    if sum(1 for replica in plan.expected if replica in here) < policy.needed(plan.expected, plan.round):
+    if not policy.enough(here, plan.expected, plan.round):
         return _abort(blank, missing, {}, "too few replicas were ready in time")
 
     selection = select_members(sound.values(), guards=policy.guards)

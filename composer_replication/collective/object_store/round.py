@@ -320,10 +320,9 @@ def deadline_of(state: State) -> float:
 
 
 def enough_for(state: State) -> bool:
-    """Are enough of the expected replicas there to close the round without the rest?"""
+    """Are enough replicas there to close the round without the rest?"""
     plan, policy = state.job.plan, state.job.policy
-    here = sum(1 for replica in plan.expected if replica in state.declared)
-    return not policy.strict and here >= policy.needed(plan.expected, plan.round)
+    return not policy.strict and policy.enough(state.declared, plan.expected, plan.round)
 
 
 def _arrived(state: State, replicas: Iterable[int], now: float) -> State:

@@ -203,8 +203,8 @@ def test_lateness_is_told_from_each_ones_own_side() -> None:
         assert results[1].lateness.keys() == {0} and results[1].lateness[0] < results[0].lateness[1]
 
 
-def test_who_is_not_expected_is_not_counted() -> None:
-    """Neither by the deadline nor by the line that says what will happen."""
+def test_newcomers_are_counted_but_in_the_first_round() -> None:
+    """By the deadline, and by the line that says what will happen, as by the roster."""
     job = Job(
         plan=Plan(run="r", round=3, prev="", base="", expected=(0, 1)),
         policy=Policy(strict=False, fleet=(0, 1, 2), min_replicas=2),
@@ -217,10 +217,14 @@ def test_who_is_not_expected_is_not_counted() -> None:
         report=None,
     )
     ready = Declared(Ready(run="r", round=3, attempt=0, replica=0, incarnation=1), "")
-    state = replace(begin(job), waiting_since=0.0, declared={0: ready, 2: ready})
+    state = replace(begin(job), waiting_since=0.0, declared={0: ready})
     assert not enough_for(state) and deadline_of(state) == LONG
-    state = replace(state, declared={0: ready, 1: ready})
-    assert enough_for(state) and deadline_of(state) == 1.0
+    for other in (1, 2):
+        state = replace(state, declared={0: ready, other: ready})
+        assert enough_for(state) and deadline_of(state) == 1.0
+    first = replace(job, policy=replace(job.policy, first_round=3))
+    state = replace(begin(first), waiting_since=0.0, declared={0: ready, 2: ready})
+    assert not enough_for(state) and deadline_of(state) == LONG
 
 
 @pytest.mark.parametrize("deadline", ["soon", "", None])

@@ -11,10 +11,10 @@ import torch
 
 from composer_replication.collective.object_store import ObjectStoreCollective, keys
 from composer_replication.collective.object_store.entrants import Entrants
-from composer_replication.errors import FleetMismatch
+from composer_replication.errors import FleetMismatch, RoundAborted
 from composer_replication.store import MemoryStore
 from tests.collective.conformance import SCALAR, Seen, contribution, digest, seen, snapshot
-from tests.collective.object_store.helpers import Fleet, join
+from tests.collective.object_store.helpers import Fleet, attempt, join
 from tests.collective.object_store.toy import Toy, run_toy
 from tests.support.threads import run_threads
 
@@ -134,6 +134,30 @@ def test_joins_leaves_and_misses_in_one_round() -> None:
         for collective in (fleet.all[0], new):
             collective.finish("end", {})
         assert fleet.store.list("final.json") == ["final.json"]
+        new.close()
+
+
+@pytest.mark.parametrize(("replicas", "least"), [(2, None), (4, 3)])
+def test_newcomers_count_among_those_that_a_round_needs(replicas: int, least: int | None) -> None:
+    """Half of the fleet dies, and another replica comes in its place just then."""
+    settings = {**SKIP, "timeout_seconds": 0.5, "start_timeout_seconds": 30.0, "min_replicas": least}
+    with Fleet(replicas, **settings) as fleet:
+        for number in range(2):
+            play(fleet.all, number, dict.fromkeys(range(replicas), 1.0))
+        new, _ = entrant(fleet.store, 7, replicas, **settings)
+        here = {replica: 3.0 for replica in (*range(replicas // 2), 7)}
+        for outcome in play([*fleet.all, new], 2, here):
+            assert outcome.members == tuple(here) and outcome.mean[0] == 3.0
+        new.close()
+
+
+def test_newcomers_take_nobodys_place_in_the_first_round() -> None:
+    settings = {**SKIP, "timeout_seconds": 0.3, "start_timeout_seconds": 0.3}
+    with Fleet(2, **settings) as fleet:
+        new, _ = entrant(fleet.store, 7, 2, **settings)
+        here = [fleet.all[0], new]
+        for error in run_threads([lambda c=c: attempt(lambda: play([c], 0, {c.replica: 3.0})) for c in here]):
+            assert isinstance(error, RoundAborted) and "missing: replica 1" in str(error)
         new.close()
 
 
