@@ -121,7 +121,7 @@ def payloads(recipe: Recipe, code: bytes | None) -> list[dict[str, Any]]:
         specs = written_specs(recipe, Path(folder))
         executor.check_specs(specs)
         for spec in specs:
-            one = executor.executor_of(spec.replica_id) if isinstance(executor, MixedExecutor) else executor
+            one: Any = executor.executor_of(spec.replica_id) if isinstance(executor, MixedExecutor) else executor
             if one.backend_name != "local":
                 payload = one.shown_payload(spec)
                 found.append({"replica": spec.replica_id, "back end": one.backend_name, "payload": payload})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from composer_replication.cli.launch import _resumed
+from composer_replication.cli.places import resumed
 from composer_replication.cli.resume import prepare_resume
 from composer_replication.cli.view import RunReader
 from composer_replication.collective.object_store.epochs import read_epochs
@@ -137,8 +137,8 @@ def test_on_another_machine_the_store_is_all_there_is(tmp_path: Path) -> None:
     recipe = made(output=str(folder), store__uri=uri)
     store = LocalStore(tmp_path / "store")
     with pytest.raises(RecipeError, match="no run in .*, nor in file://"):
-        _resumed(recipe, store)
+        resumed(recipe, store)
     store.put("fleet.json", b"{}")
-    assert _resumed(recipe, store).output == str(folder) and folder.is_dir()
+    assert resumed(recipe, store).output == str(folder) and folder.is_dir()
     with pytest.raises(RecipeError, match=r"no run in .*other; launch the recipe.yaml"):
-        _resumed(made(output=str(tmp_path / "other")), None)
+        resumed(made(output=str(tmp_path / "other")), None)

@@ -194,3 +194,22 @@ def test_a_handle_that_is_nobodys_is_told_so(hub: Backend, tmp_path: Path) -> No
     executor = mixed(hub, tmp_path, 1, 1)
     with pytest.raises(ExecutorError, match=r"replica 7 \(elsewhere\) belongs to no group"):
         executor.poll([ReplicaHandle(7, "elsewhere", "x")])
+
+
+def test_what_is_cancelled_between_two_of_its_jobs_is_not_started_again(hub: Backend, tmp_path: Path) -> None:
+    """Whoever cancels it, and whoever would have started it."""
+    launcher = quick(hub.make(backoff_seconds=600.0))
+    (handle,) = launcher.launch_replicas(specs(tmp_path, WAITING))
+    container = hub.container(handle.job_id)
+    hub.engine.wait_for(lambda: "ready" in container.lines)
+    hub.engine.take_machine(container)
+    while not handle.will_retry:
+        launcher.wait([handle], 0.02)
+        (handle,) = launcher.poll([handle])
+    assert handle.state == "preempted" and not handle.ended
+    other = quick(hub.make())
+    other.cancel(other.attach(tmp_path.as_uri()))
+    (handle,) = launcher.poll([handle])
+    assert handle.ended and handle.state == "cancelled"
+    launcher.clock = lambda: 1e12  # long after it was due
+    assert launcher.poll([handle]) == [handle] and len(hub.engine.containers) == 1
