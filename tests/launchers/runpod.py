@@ -7,6 +7,7 @@ doesn't allow, or a variable with a field that it doesn't know, fails the test.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class RunPod:
         self.elapsed = 0.0  # seconds that pass unseen
         self.can_end_itself = True
         self._schema = build_schema(SCHEMA)
+        self._lock = threading.Lock()
         self.service = Service([("POST", "/graphql", self._answer)])
 
     def clock(self) -> float:
@@ -99,13 +101,14 @@ class RunPod:
         if key != KEY and key.removeprefix("pod-key-") not in self.pods:
             raise Refused(401, {"errors": [{"message": "Unauthorized"}]})
         body = request.json
-        found = graphql_sync(
-            self._schema,
-            body["query"],
-            root_value=_Root(self),
-            context_value=key,
-            variable_values=body["variables"],
-        )
+        with self._lock:
+            found = graphql_sync(
+                self._schema,
+                body["query"],
+                root_value=_Root(self),
+                context_value=key,
+                variable_values=body["variables"],
+            )
         for error in found.errors or ():
             if error.path is None:  # of the request, not of what it asked for
                 self.unknown.append(error.message)

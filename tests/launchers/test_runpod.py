@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from composer_replication.diloco.serverless.backends.runpod import DEADLINE, IN_
 from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
 from composer_replication.diloco.serverless.jobs import container
 from composer_replication.diloco.serverless.jobs.encoded import decoded
-from composer_replication.diloco.serverless.jobs.job import Job
 from composer_replication.diloco.serverless.jobs.marks import Mark, Marks
 from composer_replication.errors import ExecutorError
 from composer_replication.store import open_store
@@ -198,6 +198,16 @@ def test_a_pod_that_cannot_end_itself_runs_its_job_once_and_is_deleted_by_a_laun
     assert pods.pods["pod000"].terminated
 
 
+@pytest.fixture
+def signals_kept() -> Iterator[None]:
+    """What runs a container here takes the process's signals."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals_kept")
 def test_what_is_completed_is_not_run_again_on_any_service(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ran = tmp_path / "ran"
     words = ["--job=run-1-r0-0", "--replica-id=0", "--num-replicas=1", f"--rendezvous-uri={tmp_path.as_uri()}", "--"]
@@ -292,8 +302,3 @@ def test_a_field_that_the_service_does_not_know_fails(pods: RunPod) -> None:
 def test_settings_are_checked_at_once(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RunPodExecutor(**settings)
-
-
-def test_a_command_that_is_not_the_containers_goes_as_it_is(pods: RunPod) -> None:
-    plain = Job("n", "r", 0, 0, ("python", "train.py"))
-    assert make(pods).payload(plain)["dockerArgs"] == "python train.py"

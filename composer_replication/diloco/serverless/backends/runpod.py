@@ -26,7 +26,7 @@ from composer_replication.diloco.serverless.exit_codes import again
 from composer_replication.diloco.serverless.jobs.container import BEAT_SECONDS
 from composer_replication.diloco.serverless.jobs.encoded import encoded
 from composer_replication.diloco.serverless.jobs.job import Job, Seen
-from composer_replication.diloco.serverless.jobs.job_executor import CONTAINER, JobExecutor
+from composer_replication.diloco.serverless.jobs.job_executor import JobExecutor
 from composer_replication.diloco.serverless.jobs.marks import Mark
 from composer_replication.errors import ExecutorError
 
@@ -129,9 +129,7 @@ class RunPodExecutor(JobExecutor):
 
     def payload(self, job: Job) -> dict[str, Any]:
         deadline = int(self.clock()) + job.time_limit_seconds
-        words = list(job.command)
-        if words[:3] == ["python", "-m", CONTAINER]:
-            words = ["python", "-m", IN_POD, *encoded(words[3:], 4000)]
+        words = ["python", "-m", IN_POD, *encoded(job.command[3:], 4000)]  # in place of python -m ...jobs.container
         env = {**job.env, **job.secrets, DEADLINE: str(deadline)}
         values = {
             "name": job.name,

@@ -184,12 +184,13 @@ class _Container:
         return code
 
     def _pump(self, output: IO[bytes]) -> None:
-        for line in output:
-            text = line.decode("utf-8", errors="replace")
-            sys.stdout.write(text)
-            sys.stdout.flush()
-            if self._log is not None:
-                self._log.add(text)
+        with output:
+            for line in output:
+                text = line.decode("utf-8", errors="replace")
+                sys.stdout.write(text)
+                sys.stdout.flush()
+                if self._log is not None:
+                    self._log.add(text)
 
     def _beat(self, stop: threading.Event) -> None:
         while not stop.wait(BEAT_SECONDS):
