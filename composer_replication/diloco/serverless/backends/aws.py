@@ -72,14 +72,17 @@ def refusals(value: Any, shape: Any, place: str = "") -> list[str]:
             for text in refusals(one, shape.members[name], f"{place}.{name}".lstrip("."))
         ]
     found: list[str] = []
-    size, unit = (value, "") if isinstance(value, (int, float)) else (len(value), " characters")
-    if kind in ("list", "map"):
-        unit = " entries"
-        pairs = enumerate(value) if kind == "list" else value.items()
-        for key, one in pairs:
-            if kind == "map":
-                found += refusals(key, shape.key, f"the name {key!r} in {what}")
-            found += refusals(one, shape.member if kind == "list" else shape.value, f"{place}[{key}]")
+    pairs: list[tuple[Any, Any]] = []
+    size, unit = value, ""
+    if kind == "string":
+        size, unit = len(value), " characters"
+    elif kind in ("list", "map"):
+        size, unit = len(value), " entries"
+        pairs = list(value.items()) if kind == "map" else list(enumerate(value))
+    for key, one in pairs:
+        if kind == "map":
+            found += refusals(key, shape.key, f"the name {key!r} in {what}")
+        found += refusals(one, shape.value if kind == "map" else shape.member, f"{place}[{key}]")
     if kind != "boolean" and not limits.get("min", size) <= size <= limits.get("max", size):
         allowed = f"{limits.get('min', '')} to {limits.get('max', '')}".strip()
         found.append(f"{what} has {size}{unit}, allowed are {allowed}")

@@ -58,6 +58,7 @@ class JobExecutor(BaseExecutor):
     """
 
     # Said by each back end.
+    backend_name: str = ""  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
     extra: str = ""  # of this package, which installs the client
     longest_seconds: int = 24 * 3600
     name_limit: int = 63
