@@ -54,9 +54,21 @@ def round_error(fail: Fail, store: ObjectStore, round: int, replica: int, layout
                 "restarted as such"
             )
         case "corrupt":
-            return ObjectCorrupt(f"{where}: {fail.reason}")
+            return ObjectCorrupt(f"{where}: {fail.reason}{_damaged_round(fail.reason, round)}")
         case "store":
             return StoreError(f"{where}: {fail.reason}; the store doesn't show what was written to it")
+
+
+def _damaged_round(reason: str, round: int) -> str:
+    """What to do where contents, not pointers, are damaged: each further start would come upon them again."""
+    if "/in/" not in reason and "/out/" not in reason:
+        return ""
+    place = keys.round_prefix(round)
+    return (
+        ". Whoever has applied the round goes on from a checkpoint of its own. If nobody has one, stop all, delete "
+        f"what lies in {place}*/in/ and {place}*/out/ (below epochs/, if the run was resumed with another fleet), and "
+        "start the fleet with launch --resume: it goes on from the newest checkpoint"
+    )
 
 
 def _tensor_differences(store: ObjectStore, fingerprint: str, layout: Layout) -> str:

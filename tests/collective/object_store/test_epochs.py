@@ -128,6 +128,22 @@ def test_a_state_that_cannot_be_followed_is_given_up(tmp_path: Path) -> None:
     assert json.loads(store.get(keys.roster(8, 0)))["kind"] == "sealed"
 
 
+def test_a_damaged_round_since_the_newest_checkpoint(tmp_path: Path) -> None:
+    """Nobody gets past it, however often the fleet is started; the error says how, and that works."""
+    store = MemoryStore()
+    killed(store, tmp_path, 2, 8)
+    for record in tmp_path.iterdir():
+        record.unlink()
+    for key in store.list("rounds/00000006/"):
+        if keys.is_blob(key):
+            store.put(key, store.get(key)[:-1] + b"?")
+    with pytest.raises(ObjectCorrupt, match=r"delete what lies in rounds/00000006/\*/in/ and .*launch --resume"):
+        run_toy(Toy.fresh(0), join(store, 0, 2, **SETTINGS), 10)
+    store.delete([key for key in store.list("rounds/00000006/") if "/in/" in key or "/out/" in key])
+    assert begin_epoch(store, 2).first == 6
+    assert len({toy.digest for toy in resume(store, tmp_path, 2, 9)}) == 1
+
+
 def test_nothing_older_than_the_newest_checkpoint_is_taken(tmp_path: Path) -> None:
     store = MemoryStore()
     killed(store, tmp_path, 2, 5)
