@@ -19,14 +19,14 @@ from composer.models import ComposerModel
 from composer.utils import reproducibility
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from composer_replication.composer import AutoLoCo, latest_checkpoint, replica_sampler
+from composer_replication.composer import AutoLoCo, replica_sampler
 from composer_replication.diloco.serverless.components import (
     build_data,
     build_model,
     optimizer_maker,
     scheduler_maker,
 )
-from composer_replication.diloco.serverless.replica import CHECKPOINTS, FINAL, Journal, adapter_options, announce
+from composer_replication.diloco.serverless.replica import FINAL, Journal, set_out
 from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
 from composer_replication.recipe import Recipe
@@ -53,28 +53,20 @@ def train(recipe: Recipe, identity: Identity, uri: str, folder: Path) -> dict[st
     reproducibility.seed_all(settings.seed)
     model, data = _model(recipe), build_data(recipe)
     loader, validation = _training_data(data, recipe, identity), _validation_data(data)
-    try:
-        rounds = AutoLoCo(uri, step_schedulers_every_batch=True, **adapter_options(recipe, identity, folder))
-    except ValueError as error:
-        raise RecipeError(f"the recipe's settings: {error}") from error
-    journal = Journal(rounds, identity, folder, settings.log_every)
-    checkpoint = latest_checkpoint(folder / CHECKPOINTS, identity.replica)
-    announce(checkpoint)
+    rounds, journal, checkpoint = set_out(AutoLoCo, recipe, identity, uri, folder, step_schedulers_every_batch=True)
     trainer = _trainer(recipe, identity, model, loader, validation, rounds, journal, checkpoint)
     try:
         if trainer.state.max_duration is None or trainer.state.timestamp < trainer.state.max_duration:
             trainer.fit()  # else this run has ended, and it was started again all the same
-        values: dict[str, Any] = {"final_checkpoint_uri": _save(trainer.state, folder / FINAL)}
-        if rounds.final is not None:
-            values["digest"] = rounds.final.digest
-        if validation is not None and model.get_metrics(is_train=False):
-            values.update(_validate(trainer, validation))
+        _save(trainer.state, folder / FINAL)
+        measured = validation is not None and model.get_metrics(is_train=False)
+        metrics = _validate(trainer, validation) if measured else {}
     except BaseException as error:
         rounds.close(error)  # Composer doesn't say why it closes
         raise
     finally:
         trainer.close()
-    return journal.write(status="completed", **values)
+    return journal.complete(folder / FINAL, metrics)
 
 
 def _model(recipe: Recipe) -> ComposerModel:
@@ -189,13 +181,12 @@ def _trainer(
         raise RecipeError(f"training: {error}") from error
 
 
-def _save(state: State, path: Path) -> str:
+def _save(state: State, path: Path) -> None:
     """The weights alone, where `weights_only=True` loads them: for anybody, and for a Trainer's `load_path`."""
     weights = {name: tensor.detach().cpu() for name, tensor in state.model.state_dict().items()}
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     torch.save({"state_dict": weights, "state": {"model": weights}}, draft)
     os.replace(draft, path)
-    return path.absolute().as_uri()
 
 
 def _validate(trainer: Trainer, validation: Any) -> dict[str, float]:

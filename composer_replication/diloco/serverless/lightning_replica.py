@@ -21,10 +21,10 @@ from composer_replication.diloco.serverless.components import (
     optimizer_maker,
     scheduler_maker,
 )
-from composer_replication.diloco.serverless.replica import CHECKPOINTS, FINAL, Journal, adapter_options, announce
+from composer_replication.diloco.serverless.replica import FINAL, Journal, set_out
 from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
-from composer_replication.lightning import AutoLoCoCallback, latest_checkpoint
+from composer_replication.lightning import AutoLoCoCallback
 from composer_replication.recipe import Recipe
 from composer_replication.tasks.language_module import LanguageModule
 
@@ -47,25 +47,16 @@ def train(recipe: Recipe, identity: Identity, uri: str, folder: Path) -> dict[st
 
     Raises RecipeError before anything is trained if the recipe can't be used, and whatever the fleet's rounds raise.
     """
-    settings = recipe.training
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # no advertisements in the log
-    seed_everything(settings.seed, workers=True, verbose=False)
+    seed_everything(recipe.training.seed, workers=True, verbose=False)
     module, loaders, validation = _module(recipe), *_loaders(build_data(recipe))
-    rounds = _callback(recipe, identity, uri, folder)
-    journal = Journal(rounds, identity, folder, settings.log_every)
+    rounds, journal, checkpoint = set_out(AutoLoCoCallback, recipe, identity, uri, folder)
     trainer = _trainer(recipe, folder, [rounds, _Logged(journal)])
-    checkpoint = latest_checkpoint(folder / CHECKPOINTS, identity.replica)
-    announce(checkpoint)
     # Our checkpoints hold tensors and plain values only; where Lightning lets us say so, nothing else is loaded.
     safe: dict[str, Any] = {"weights_only": True} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
     trainer.fit(module, **loaders, **(validation or {}), ckpt_path=checkpoint, **safe)
-    final = folder / FINAL
-    trainer.save_checkpoint(final, weights_only=True)
-    values: dict[str, Any] = {"final_checkpoint_uri": final.absolute().as_uri()}
-    if rounds.final is not None:
-        values["digest"] = rounds.final.digest
-    values.update(_validate(recipe, module, loaders, validation, folder))
-    return journal.write(status="completed", **values)
+    trainer.save_checkpoint(folder / FINAL, weights_only=True)
+    return journal.complete(folder / FINAL, _validate(recipe, module, loaders, validation, folder))
 
 
 def _module(recipe: Recipe) -> LightningModule:
@@ -88,13 +79,6 @@ def _loaders(data: Any) -> tuple[dict[str, Any], Any]:
         validation = data.val_dataloader() if hasattr(data, "val_dataloader") else None
         return {"train_dataloaders": data.train_dataloader()}, validation and {"val_dataloaders": validation}
     return {"train_dataloaders": data}, None
-
-
-def _callback(recipe: Recipe, identity: Identity, uri: str, folder: Path) -> AutoLoCoCallback:
-    try:
-        return AutoLoCoCallback(uri, **adapter_options(recipe, identity, folder))
-    except ValueError as error:
-        raise RecipeError(f"the recipe's settings: {error}") from error
 
 
 def _trainer(recipe: Recipe, folder: Path, callbacks: list[Callback]) -> Trainer:

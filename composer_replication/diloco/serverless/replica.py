@@ -1,4 +1,4 @@
-"""What a replica of a recipe does alike, whichever trainer the recipe names: the adapter's arguments, log and result.
+"""What a replica of a recipe does alike, whichever trainer the recipe names: how it sets out, its log and its result.
 
 Invariant: one recipe gives both trainers' adapters the same settings, and both trainers' replicas the same files.
 """
@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from composer_replication.diloco.summary import RoundSummary
+from composer_replication.adapter.files import latest_checkpoint
+from composer_replication.diloco.summary import FinalSummary, RoundSummary
+from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
 from composer_replication.recipe import Recipe, outer_config, policy_of
 
-__all__ = ["CHECKPOINTS", "FINAL", "Journal", "adapter_options", "announce"]
+__all__ = ["CHECKPOINTS", "FINAL", "Journal", "adapter_options", "set_out"]
 
 RESULT_FILE = "result.json"
 CHECKPOINTS = "checkpoints"  # folder of the adapter's own durable checkpoints
@@ -61,20 +63,37 @@ def adapter_options(recipe: Recipe, identity: Identity, folder: Path) -> dict[st
     }
 
 
-def announce(checkpoint: str | None) -> None:
-    """The log's line on where this replica begins."""
-    print(f"goes on from {checkpoint}" if checkpoint else "starts from the beginning", flush=True)
-
-
-class _HasRounds(Protocol):
+class _Adapter(Protocol):
     @property
     def rounds(self) -> Sequence[RoundSummary]: ...
+
+    @property
+    def final(self) -> FinalSummary | None: ...
+
+
+A = TypeVar("A", bound=_Adapter)
+
+
+def set_out(
+    adapter: Callable[..., A], recipe: Recipe, identity: Identity, uri: str, folder: Path, **more: Any
+) -> tuple[A, Journal, str | None]:
+    """(the adapter of the recipe's settings, its journal, the checkpoint that this replica goes on from or None).
+
+    Says in the log where the replica begins. Raises RecipeError if the settings can't work.
+    """
+    try:
+        made = adapter(uri, **more, **adapter_options(recipe, identity, folder))
+    except ValueError as error:
+        raise RecipeError(f"the recipe's settings: {error}") from error
+    checkpoint = latest_checkpoint(folder / CHECKPOINTS, identity.replica)
+    print(f"goes on from {checkpoint}" if checkpoint else "starts from the beginning", flush=True)
+    return made, Journal(made, identity, folder, recipe.training.log_every), checkpoint
 
 
 class Journal:
     """Lines for the log, and running totals that outlive a restart."""
 
-    def __init__(self, adapter: _HasRounds, identity: Identity, folder: Path, log_every: int) -> None:
+    def __init__(self, adapter: _Adapter, identity: Identity, folder: Path, log_every: int) -> None:
         self.adapter = adapter
         self.identity = identity
         self.path = folder / RESULT_FILE
@@ -110,6 +129,13 @@ class Journal:
         if len(rounds) > self._seen:
             self._seen = len(rounds)
             self.write()
+
+    def complete(self, final: Path, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """The result of a replica that has come to the end of the run, whose last weights are in `final`."""
+        values: dict[str, Any] = {"status": "completed", "final_checkpoint_uri": final.absolute().as_uri()}
+        if self.adapter.final is not None:
+            values["digest"] = self.adapter.final.digest
+        return self.write(**{**values, **metrics})
 
     def write(self, **values: Any) -> dict[str, Any]:
         """Put the totals, and these values, on the disk."""
