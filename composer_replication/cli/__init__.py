@@ -15,6 +15,7 @@ from difflib import get_close_matches
 
 from composer_replication import __version__
 from composer_replication.cli.elsewhere import add_job_commands, run_job_command
+from composer_replication.cli.simulate_options import add_simulate
 from composer_replication.cli.tools import add_tools, run_tool
 from composer_replication.errors import ReplicationError
 
@@ -29,6 +30,8 @@ commands, in the order in which you may want them:
       train on this machine, one process for each replica, with a live table
   composer-replication launch recipes/quickstart.yaml --dry-run
       check everything, show the recipe with its defaults filled in, start nothing
+  composer-replication simulate recipes/quickstart.yaml --replicas 8 --seeds 1 2 3
+      the same training in one process, over several seeds, with nothing to start
   composer-replication plan recipe.yaml executor=hf_jobs store.uri=s3://bucket/runs/one
       elsewhere: limits, credentials, seconds of a round, costs; starts nothing
   composer-replication launch recipe.yaml executor=hf_jobs store.uri=s3://bucket/runs/one --detach
@@ -166,6 +169,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add("--growth-cap", type=float, help="a longer interval's learning-rate mass over the last's (default 1.15)")
     add("--json", action="store_true", help='for programs: {"rounds": 73, "horizons": [500, ...]}')
 
+    add_simulate(command)
     add_job_commands(command)
     add_tools(command)
     command("replica", "tell how one replica is started by hand", _REPLICA)
@@ -182,7 +186,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"there is no command {words[0]!r}.{_nearest(words[0], commands) or ' --help lists them.'}")
     args, rest = parser.parse_known_args(words)
     # argparse gives up on `launch RECIPE --plain key=value`: what is left over there is overrides.
-    if rest and (args.command not in ("launch", "plan") or any(word.startswith("-") for word in rest)):
+    if rest and (args.command not in ("launch", "plan", "simulate") or any(word.startswith("-") for word in rest)):
         unknown = [word for word in rest if word.startswith("-")] or rest
         own = commands[args.command]
         hint = _nearest(unknown[0].partition("=")[0], own._option_string_actions)
@@ -236,6 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from composer_replication.cli.schedule import schedule
 
             return schedule(args)
+        if args.command == "simulate":
+            from composer_replication.cli.simulate import simulate_command
+
+            return simulate_command(args)
         code = run_job_command(args)
         if code is None:
             code = run_tool(args)
