@@ -8,6 +8,7 @@ import pytest
 
 from composer_replication.cli.resume import prepare_resume
 from composer_replication.collective.object_store.sealing import begin_epoch, reach
+from composer_replication.diloco.serverless.own_checkpoints import set_aside_behind
 from composer_replication.errors import ReplicaTaken
 from composer_replication.store import MemoryStore
 from tests.collective.object_store.helpers import Fleet
@@ -89,3 +90,17 @@ def test_nothing_of_a_run_that_is_being_trained_is_touched(tmp_path: Path) -> No
             prepare_resume(store, tmp_path, 2)
         assert left(tmp_path, 0) == ["05"]
     assert "a checkpoint of a later round, which" in prepare_resume(store, tmp_path, 2)
+
+
+def test_a_replica_that_was_away_for_long_begins_without_its_own(run: tuple[MemoryStore, Path]) -> None:
+    store, folder = run
+    own_checkpoints(folder, {0: [1, 2], 1: [4]})
+    lose(store, 3)
+    places = [folder / f"replica-{replica}" / "checkpoints" for replica in (0, 1, 2)]
+    assert "round 2, and the rounds from there to the fleet's checkpoint of round 6 are gone" in set_aside_behind(
+        store, places[0], 0
+    )
+    assert left(folder, 0) == ["behind-round-6/01", "behind-round-6/02"]
+    assert set_aside_behind(store, places[1], 1) == "" == set_aside_behind(store, places[2], 2)
+    own_checkpoints(folder, {0: [2]})
+    assert set_aside_behind(MemoryStore(), places[0], 0) == "", "another store: the replica tells"

@@ -165,3 +165,32 @@ def test_a_spec_by_hand_trains_without_a_recipe(tmp_path):
     assert result.metrics["rounds"] == 3 and result.metrics["steps"] == 15 and result.metrics["digest"]
     assert result.final_checkpoint_uri == (tmp_path / "out" / "replica-0" / "final.ckpt").as_uri()
     assert any("round 2: 5 steps, fleet at 15" in line for line in executor.stream_logs(handles[0]))
+
+
+@pytest.mark.filterwarnings("ignore:the run has finished")
+def test_a_replica_that_was_away_for_long_joins(tmp_path, capsys):
+    """Its checkpoint is of a round from which the store can't lead on any more."""
+    file = tmp_path / "r.yaml"
+    file.write_text(RECIPE)
+    store = (tmp_path / "store").as_uri()
+    command = [
+        f"--recipe={file}",
+        "--replica-id=0",
+        "fleet.replicas=1",
+        f"--rendezvous-uri={store}",
+        "training.steps=20",
+    ]
+    command += ["autoloco.policy=fixed", "autoloco.base_horizon=2", "fleet.shared_checkpoint_every_rounds=2"]
+    command += ["data.args={context: 16, batch_size: 4, max_bytes: 20000, validation_bytes: 500}"]
+    command += ["training.accelerator=cpu", "scheduler.warmup_steps=0", f"--output={tmp_path / 'replica-0'}"]
+    assert main(command) == 0
+    place = tmp_path / "replica-0" / "checkpoints" / "replica-0"
+    newest, *others = sorted(place.glob("*.ckpt"), reverse=True)
+    for other in others:
+        other.unlink()
+    newest.rename(place / "round-000002-step-000000004.ckpt")
+    capsys.readouterr()
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "its own checkpoint is of round 2, and the rounds from there" in said and "are gone: it is set aside" in said
+    assert [path.parent.name for path in place.rglob("round-000002-*")] == ["behind-round-10"]

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one replica; returns the exit code."""
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_intermixed_args(arguments)
     if args.stop_with_launcher:
         stop_with_launcher()
     try:
@@ -133,6 +133,8 @@ def train(recipe: Any, identity: Identity, uri: str, folder: Path) -> dict[str, 
     _check_store(uri, recipe.store.control)
     print(f"store {uri}: ok", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
+    if said := _set_aside(recipe, identity, uri, folder):
+        print(said, flush=True)
     return trainer.train(recipe, identity, uri, folder)
 
 
@@ -162,7 +164,7 @@ def stop_with_launcher() -> None:
 
 def settings(arguments: Sequence[str]) -> tuple[Identity, str, Any, Path]:
     """(identity, the store's URI, recipe, folder) that these arguments say. Raises RecipeError, ValueError."""
-    return _settings(_parser().parse_args(arguments))
+    return _settings(_parser().parse_intermixed_args(arguments))
 
 
 def _settings(args: argparse.Namespace) -> tuple[Identity, str, Any, Path]:
@@ -236,6 +238,19 @@ def _task(model_id: str, overrides: Sequence[str]) -> tuple[dict[str, Any], dict
             "add data.args.uri=..., to a file or a folder of .txt, .jsonl or .parquet files, such as s3://bucket/text"
         )
     return {"name": "causal_lm", "args": {"path": model_id, "dtype": "bfloat16"}}, data, {"name": "adamw", "lr": 4e-4}
+
+
+def _set_aside(recipe: Any, identity: Identity, uri: str, folder: Path) -> str:
+    """A replica that was away for long joins, rather than stop for a checkpoint of its own that is too old."""
+    from composer_replication.collective.object_store.place import open_run
+    from composer_replication.diloco.serverless.own_checkpoints import set_aside_behind
+    from composer_replication.diloco.serverless.replica import CHECKPOINTS
+
+    try:
+        run = open_run(uri, control=recipe.store.control, signing_key=recipe.store.signing_key_file)
+    except (ReplicationError, ValueError):
+        return ""  # told when the replica starts
+    return set_aside_behind(run, folder / CHECKPOINTS, identity.replica)
 
 
 def _check_store(uri: str, control: str | None) -> None:
