@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import enum
 import functools
 import inspect
 import ipaddress
+import shutil
 import tempfile
 import typing
 from collections.abc import Iterator
@@ -38,6 +40,7 @@ def certificate() -> tuple[str, str]:
         .sign(key, hashes.SHA256())
     )
     folder = Path(tempfile.mkdtemp(prefix="certificate-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
     plain, pem = serialization.NoEncryption(), serialization.Encoding.PEM
     (folder / "key.pem").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
