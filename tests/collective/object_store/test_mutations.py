@@ -14,8 +14,18 @@ from composer_replication.collective.object_store.pointers import Ready, Roster,
 from composer_replication.collective.object_store.roster import Declared, Plan, Policy, propose
 from composer_replication.errors import ReplicaTaken
 from composer_replication.store import MemoryStore
-from tests.collective.object_store.mutations import MUTATIONS, Mutation, any_history, no_majority
-from tests.collective.object_store.simulation import TIMING
+from tests.collective.object_store.mutations import (
+    MUTATIONS,
+    Mutation,
+    any_history,
+    bereaved,
+    damaged,
+    diverged,
+    interrupted,
+    no_majority,
+    stopped,
+)
+from tests.collective.object_store.simulation import TIMING, Simulation
 
 LOOKS = 12  # schedules that are tried from a mutation's seed on
 
@@ -40,6 +50,13 @@ def test_without_a_rule_a_schedule_breaks(name: str) -> None:
     found = next((seed for seed in seeds if failure(mutation, seed, broken=True)), None)
     assert found is not None, f"{name}: no schedule failed, so nothing here guards the rule"
     assert failure(mutation, found, broken=False) == "", "and that very schedule is sound with it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [stopped, interrupted, bereaved, damaged, diverged])
+def test_the_schedules_made_for_mutations_are_sound(schedule: Callable[[int], Simulation]) -> None:
+    for seed in range(1000, 1020):
+        schedule(seed).run()
 
 
 def test_the_page_names_every_mutation_beside_its_rule() -> None:
