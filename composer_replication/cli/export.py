@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from composer_replication.cli.status import place_of
+from composer_replication.cli.status import open_place
 from composer_replication.cli.text import amount, byte_count
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.epochs import current
 from composer_replication.collective.object_store.history import closed_roster
-from composer_replication.collective.object_store.place import open_run
 from composer_replication.collective.object_store.requests import there
 from composer_replication.diloco.export import SharedWeights, read_shared_weights, write_weights
 from composer_replication.store import ObjectStore
@@ -29,7 +28,7 @@ def export(
     as_json: bool,
     signing_key_file: str | None = None,
 ) -> int:
-    store = current(open_run(place_of(uri), control=control, create=False, signing_key=signing_key_file))
+    store = current(open_place(uri, control=control, signing_key_file=signing_key_file))
     weights = read_shared_weights(store, round, narrow=not wide)
     path = Path(output).expanduser()
     write_weights(weights, path, overwrite=overwrite)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from composer_replication.cli.status import place_of
+from composer_replication.cli.status import open_place
 from composer_replication.cli.text import byte_count
 from composer_replication.collective.object_store.epochs import current
-from composer_replication.collective.object_store.place import open_run
 from composer_replication.collective.object_store.tidy import Tidy, plan_tidy
 from composer_replication.store import ObjectStore
 
@@ -31,7 +30,7 @@ def gc(
     as_json: bool,
     signing_key_file: str | None = None,
 ) -> int:
-    store = current(open_run(place_of(uri), control=control, create=False, signing_key=signing_key_file))
+    store = current(open_place(uri, control=control, signing_key_file=signing_key_file))
     tidy = plan_tidy(store, before=before, only_final=only_final)
     if not as_json:
         _show(store, tidy, listed)

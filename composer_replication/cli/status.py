@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from composer_replication.cli.job_table import job_lines, job_rows
 from composer_replication.cli.live import Screen, lines
 from composer_replication.cli.view import RunReader
-from composer_replication.collective.object_store.epochs import current
 from composer_replication.collective.object_store.place import open_run
 from composer_replication.collective.object_store.wire import for_people
-from composer_replication.errors import StoreError
+from composer_replication.errors import RecipeError, StoreError
 from composer_replication.recipe import load_recipe
+from composer_replication.store import ObjectStore
 
-__all__ = ["place_of", "status"]
+__all__ = ["open_place", "place_of", "status"]
 
 
 _LATELY = 20  # rounds
@@ -34,13 +35,15 @@ def status(
 ) -> int:
     if not every_seconds > 0:
         raise ValueError(f"--every must be more than 0, not {every_seconds:g}")
-    uri = place_of(uri)
-    place = current(open_run(uri, control=control, create=False, signing_key=signing_key_file))
-    reader = RunReader(place)
+    reader = RunReader(open_place(uri, control=control, signing_key_file=signing_key_file))
     reader.refresh()
+    uri = place_of(uri)
     jobs = job_rows(uri, ask=ask)
     if reader.fleet is None and not watch and not jobs:
-        raise StoreError(f"there is no run in {reader.store.uri} (no fleet.json): is that the run's store?")
+        raise StoreError(
+            f"there is no run in {reader.store.uri} (no fleet.json): is that the run's store? One that has a second "
+            "store keeps its fleet.json there: name that as well (--control)"
+        )
     told = ""
     with Screen(plain=as_json or not watch) as screen:
         while True:
@@ -60,6 +63,17 @@ def status(
             time.sleep(every_seconds)
             reader.refresh()
             jobs = job_rows(uri, ask=ask)
+
+
+def open_place(uri: str, *, control: str | None, signing_key_file: str | None) -> ObjectStore:
+    """The run at `place_of(uri)`. Of a run's folder on this machine the recipe says what isn't given: the second store,
+    and the file of the signing key."""
+    recipe = Path(uri) / "recipe.yaml"
+    if "://" not in uri and recipe.is_file() and (control is None or signing_key_file is None):
+        with suppress(RecipeError):  # it may be another machine's
+            section = load_recipe(recipe).store
+            control, signing_key_file = control or section.control, signing_key_file or section.signing_key_file
+    return open_run(place_of(uri), control=control, create=False, signing_key=signing_key_file)
 
 
 def place_of(uri: str) -> str:

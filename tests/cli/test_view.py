@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,7 +78,9 @@ def test_a_run_that_is_being_resumed_and_in_which_nobody_has_started_yet(tmp_pat
         one.refresh()
         assert (len(one.rounds), one.replicas, one.ids) == (5, 3, (0, 1, 2))
         assert [row.state for row in one.view("").rows] == ["training", "training", "not seen"]
-    assert main(["status", place]) == 0 and "5 rounds closed" in capsys.readouterr().out
+    assert main(["status", place]) == 0
+    told = capsys.readouterr().out
+    assert "5 rounds closed" in told and told.count("not seen") == 1
     assert main(["gc", place]) == 0 and "5 rounds closed, not finished" in capsys.readouterr().out
     assert main(["export", place, "-o", weights]) == 0 and "the start of round 4" in capsys.readouterr().out
     run_threads([lambda r=r: start(place, r) for r in range(3)])
@@ -94,7 +98,25 @@ def start(place: str, replica: int) -> None:
     loop.close()
 
 
-@pytest.mark.parametrize("command", [["gc"], ["export", "-o", "model.pt"]])
+def test_a_runs_folder_names_the_second_store_and_the_key(tmp_path, capsys):
+    blobs, pointers, key = (str(tmp_path / name) for name in ("blobs", "pointers", "key"))
+    Path(key).write_text("k" * 40)
+    os.chmod(key, 0o600)
+    train(blobs, rounds=1, control=pointers, signing_key=key)
+    recipe = tmp_path / "run" / "recipe.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text(
+        "name: x\nmodel: {name: byte_gpt}\ndata: {name: text_bytes}\n"
+        f"store: {{uri: {blobs}, control: {pointers}, signing_key_file: {key}}}\n"
+    )
+    for command in (["status"], ["gc"], ["export", "-o", str(tmp_path / "model.pt")]):
+        assert main([command[0], str(recipe.parent), *command[1:]]) == 0, capsys.readouterr().err
+    os.rename(key, key + "2")  # the recipe's own is of no use here: what is given counts
+    given = ["--control", pointers, "--signing-key-file", key + "2"]
+    assert main(["gc", blobs, *given]) == 0 and main(["status", blobs, *given]) == 0
+
+
+@pytest.mark.parametrize("command", [["gc"], ["status"], ["export", "-o", "model.pt"]])
 def test_a_second_store_that_is_not_named(tmp_path, capsys, command):
     blobs, pointers = (str(tmp_path / name) for name in ("blobs", "pointers"))
     train(blobs, rounds=1, control=pointers)
