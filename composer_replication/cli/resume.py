@@ -54,14 +54,14 @@ def prepare_resume(store: ObjectStore, folder: Path, replicas: int) -> str:
         number, tip = epoch.number, epoch.first
         fleet = f"{replicas} replicas" + (f" instead of {found.replicas}" if replicas != found.replicas else "")
         words.append(f"resumed from round {tip} as epoch {number}: {fleet}")
+    else:
+        refuse_if_trained(current(store), found)  # each replica would be refused, and its files be written over
     own = {replica: round for replica in _folders(folder) if (round := _own_round(folder, replica)) is not None}
     # Whoever began this epoch may have been stopped before this. (In the first one they are another run's.)
     later = [replica for replica, round in own.items() if number and round > tip]
     stale = [
         replica for replica, round in own.items() if replica < replicas and not can_go_on_from(store, found, round)
     ]
-    if (later or stale) and number == found.epoch:
-        refuse_if_trained(current(store), found)
     if later:
         place = f"before-epoch-{number}"
         count = sum(set_aside(_own(folder, replica), replica, place, lambda round: round > tip) for replica in later)

@@ -84,8 +84,10 @@ def test_nothing_of_a_run_that_is_being_trained_is_touched(tmp_path: Path) -> No
         two.round(0, {0: 1.0, 1: 1.0})
     store = two.store
     begin_epoch(store, 2)
-    own_checkpoints(tmp_path, {0: [5]})
     with Fleet(2, store):
+        with pytest.raises(ReplicaTaken, match="is being trained"):
+            prepare_resume(store, tmp_path, 2)
+        own_checkpoints(tmp_path, {0: [5]})
         with pytest.raises(ReplicaTaken, match="is being trained"):
             prepare_resume(store, tmp_path, 2)
         assert left(tmp_path, 0) == ["05"]
