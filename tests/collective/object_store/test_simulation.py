@@ -41,8 +41,10 @@ def test_no_schedule_of_64_replicas_breaks_the_protocol(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(5, 19))
-def test_no_schedule_of_many_of_64_replicas_breaks_the_protocol(seed: int) -> None:
+@pytest.mark.parametrize("seed", [5, 6, 9, 13])
+def test_no_stormier_schedule_of_64_replicas_breaks_the_protocol(seed: int) -> None:
+    """5, 9: strict and sharded. 6, 13: skip, direct and sharded. 5 and 13 have so many faults that both rounds are
+    begun again and again until these end."""
     assert outcomes([large(seed)]) == {}
 
 
