@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer_replication.diloco.serverless.jobs.job import looks_secret
+from composer_replication.recipe.credentials import looks_secret
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = ROOT / "docker" / "Dockerfile"

@@ -1,6 +1,7 @@
-"""Credentials have no place in a recipe, which is copied and logged: what looks like one is refused wherever it stands.
+"""What looks like a credential, and that it has no place in a recipe, which is copied and logged, wherever it stands.
 
-Invariant: no message of this module shows the value that it refuses.
+Invariant: what a recipe may not hold in a variable is what `looks_secret` says of one. No message of this module shows
+the value that it refuses.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from composer_replication.errors import RecipeError
 from composer_replication.recipe.messages import Place
 
-__all__ = ["refuse_credentials"]
+__all__ = ["looks_secret", "refuse_credentials"]
 
 _CREDENTIAL = re.compile(
     r"(^|_)(password|passwd|passphrase|secret|secrets|credential|credentials|api_?key|access_?key|private_?key"
@@ -39,14 +40,19 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 _LEAD = "looks like a credential: recipes are copied and logged. Set it in the environment of"
 
 
+def looks_secret(variable: str, value: str = "") -> bool:
+    """Is this environment variable likely to hold a credential, by its name or by what it holds?"""
+    named = _CREDENTIAL.search(variable) or _SECRET_VARIABLE.search(variable)
+    return bool(named or _SECRET_PART.search(value) or _uri_holds_secret(value))
+
+
 def refuse_credentials(values: Any, prefix: str, place: Place) -> None:
     """Raise RecipeError for the first credential in these nested values; `prefix` is their key with a dot after it."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             dotted = f"{prefix}{key}"
             if _ENV.fullmatch(prefix):
-                named = _CREDENTIAL.search(str(key)) or _SECRET_VARIABLE.search(str(key))
-                if named or _SECRET_PART.search(str(value)):
+                if looks_secret(str(key), str(value)):
                     raise RecipeError(
                         f"{place.of(dotted)} {_LEAD} the launcher instead, which passes it on to the replicas that run "
                         "here; for those elsewhere name the variable in executor.options.secrets"
@@ -71,19 +77,24 @@ def _names(key: str, value: Any) -> bool:
 
 
 def _refuse_text(text: str, prefix: str, place: Place) -> None:
-    head, separator, rest = text.partition("://")
-    authority, query = rest.split("/", 1)[0], rest.partition("?")[2]
     place_name = prefix in ("store.uri.", "store.control.")
-    if _SECRET_PART.search(text) or (place_name and not separator and _LOGIN.match(text)):
+    if _SECRET_PART.search(text) or (place_name and "://" not in text and _LOGIN.match(text)):
         raise RecipeError(
             f"{place.of(prefix[:-1])} holds what looks like a password: set it in the environment instead"
         )
-    if not separator or " " in head:
-        return
-    names = [part.partition("=")[0] for part in query.replace(";", "&").split("&")]
-    # A secret with a slash in it ends the authority early: what follows the colon is then no port.
-    cut = "@" in rest and not re.fullmatch(r"[^:]*(:\d*)?", authority)
-    if cut or ":" in authority.rpartition("@")[0] or any(_CREDENTIAL.search(n) or _SIGNATURE.search(n) for n in names):
+    if _uri_holds_secret(text):
         raise RecipeError(
             f"{place.of(prefix[:-1])}: the URI holds a password or a signature; set it in the environment instead"
         )
+
+
+def _uri_holds_secret(text: str) -> bool:
+    head, separator, rest = text.partition("://")
+    if not separator or " " in head:
+        return False
+    authority, query = rest.split("/", 1)[0], rest.partition("?")[2]
+    names = [part.partition("=")[0] for part in query.replace(";", "&").split("&")]
+    # A secret with a slash in it ends the authority early: what follows the colon is then no port.
+    cut = "@" in rest and not re.fullmatch(r"[^:]*(:\d*)?", authority)
+    signed = any(_CREDENTIAL.search(name) or _SIGNATURE.search(name) for name in names)
+    return cut or signed or ":" in authority.rpartition("@")[0]

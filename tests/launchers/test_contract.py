@@ -265,6 +265,15 @@ def test_secrets_arrive_and_are_seen_nowhere(backend: Backend, tmp_path: Path, m
         assert secret not in shown and secret.encode() not in stored
     assert "***" in shown
 
+    def quoting(job: Any) -> Any:
+        raise ExecutorError(f"no room for {dict(job.secrets)}")
+
+    executor.submit_job = quoting  # type: ignore[method-assign]
+    (refused,) = executor.launch_replicas(
+        specs(tmp_path / "another", script, extra_env={"API_TOKEN": "an0ther-s3cr3t"})
+    )
+    assert "no room for" in refused.reason and "s3cr3t" not in refused.reason + caplog.text
+
 
 def test_what_cannot_work_is_said_before_anything_starts(backend: Backend, tmp_path: Path, monkeypatch: Any) -> None:
     for settings, message in backend.bad_settings:

@@ -213,3 +213,24 @@ def test_what_is_cancelled_between_two_of_its_jobs_is_not_started_again(hub: Bac
     assert handle.ended and handle.state == "cancelled"
     launcher.clock = lambda: 1e12  # long after it was due
     assert launcher.poll([handle]) == [handle] and len(hub.engine.containers) == 1
+
+
+def test_the_handles_of_a_launch_reach_the_job_that_took_its_place(hub: Backend, tmp_path: Path) -> None:
+    launcher = quick(hub.make(backoff_seconds=0.0))
+    (first,) = launcher.launch_replicas(specs(tmp_path, WAITING))
+    hub.engine.wait_for(lambda: "ready" in hub.container(first.job_id).lines)
+    hub.engine.take_machine(hub.container(first.job_id))
+    handle = first
+    while handle.submission == 0:
+        launcher.wait([handle], 0.02)
+        (handle,) = launcher.poll([handle])
+    second = hub.container(handle.job_id)
+    hub.engine.wait_for(lambda: "ready" in second.lines)
+    looker = quick(hub.make())
+    looker.attach(tmp_path.as_uri())
+    (seen,) = looker.poll([first])
+    assert (seen.job_id, seen.state, seen.preemptions) == (handle.job_id, "running", 1)
+    looker.cancel([first])  # as a program does that kept what the launch gave it
+    hub.engine.wait_for(lambda: second.ended == "stopped")
+    (handle,) = launcher.poll([first])
+    assert handle.ended and handle.state == "cancelled" and len(hub.engine.containers) == 2

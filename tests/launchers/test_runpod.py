@@ -276,6 +276,23 @@ def test_refusals_are_told_apart(pods: RunPod, tmp_path: Path) -> None:
         RunPodExecutor(image="i", endpoint="http://127.0.0.1:9").find_job(job)
 
 
+def test_a_refusal_that_quotes_the_request_shows_no_secret(pods: RunPod, tmp_path: Path, caplog: Any) -> None:
+    """As GraphQL servers do that don't take a value."""
+    executor = make(pods)
+    fleet = [spec(tmp_path, extra_env={"API_TOKEN": "s3cr3t-value"})]
+    executor.check_specs(fleet)
+    words = f'Variable "$input" got invalid value {{ env: [{{ value: "s3cr3t-value" }}] }}; {"x" * 420} s3cr3t-value'
+    for status in (200, 400):
+
+        def refuse(asked: dict[str, Any], spot: bool, status: int = status) -> Any:
+            raise Refused(status, {"errors": [{"message": words}]})
+
+        pods.deploy = refuse  # type: ignore[method-assign]
+        (handle,) = executor.launch_replicas(fleet)
+        assert handle.job_id == "" and "got invalid value" in handle.reason and "***" in handle.reason
+        assert "s3cr" not in handle.reason + caplog.text
+
+
 def test_a_field_that_the_service_does_not_know_fails(pods: RunPod) -> None:
     """The stand-in is worth something: it refuses what the schema doesn't have."""
     executor = make(pods)

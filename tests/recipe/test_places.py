@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from composer_replication.diloco.serverless import ReplicaSpec
+from composer_replication.diloco.serverless.backends.hf_jobs import HFJobsExecutor
 from composer_replication.errors import RecipeError
 from composer_replication.recipe import Recipe, recipe_from, to_yaml
 from composer_replication.recipe.backends import BACKENDS
@@ -105,3 +107,21 @@ def test_names_of_secrets_are_no_credentials() -> None:
     recipe = read("executor: {name: hf_jobs, options: {secrets: [HF_TOKEN, AWS_SECRET_ACCESS_KEY]}}\n")
     assert recipe.executor.options["secrets"] == ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY"]
     assert read("executor: {name: volcano, options: {secret_name: store-keys}}\n").executor.options
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("GITHUB_PAT", "hunter22"),
+        ("MINIO_ACCESSKEY", "hunter22"),
+        ("AZURE_STORAGE_CONNECTIONSTRING", "hunter22"),
+        ("STORE", "AccountName=me;AccountKey=hunter22"),
+        ("DATABASE", "postgres://me:hunter22@host/runs"),
+        ("LINK", "https://host/text?X-Amz-Signature=hunter22"),
+    ],
+)
+def test_a_variable_that_no_recipe_may_hold_is_a_secret_where_a_program_gives_it(name: str, value: str) -> None:
+    message = told(f"executor: {{name: hf_jobs, env: {{{name}: '{value}'}}}}\n")
+    assert "hunter" not in message
+    job = HFJobsExecutor(image="i", env={name: value, "COLOUR": "red"}).job(ReplicaSpec(0, 1, "s3://bucket/run"))
+    assert job.secrets == {name: value} and job.env == {"COLOUR": "red"}

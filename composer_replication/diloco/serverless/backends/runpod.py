@@ -15,7 +15,7 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ from composer_replication.diloco.serverless.executor import BackendUnavailable, 
 from composer_replication.diloco.serverless.exit_codes import again
 from composer_replication.diloco.serverless.jobs.container import BEAT_SECONDS
 from composer_replication.diloco.serverless.jobs.encoded import encoded
-from composer_replication.diloco.serverless.jobs.job import Job, Seen
+from composer_replication.diloco.serverless.jobs.job import Job, Seen, masked
 from composer_replication.diloco.serverless.jobs.job_executor import JobExecutor
 from composer_replication.diloco.serverless.jobs.marks import Mark
 from composer_replication.errors import ExecutorError
@@ -154,7 +154,7 @@ class RunPodExecutor(JobExecutor):
     def submit_job(self, job: Job) -> str:
         values = self.payload(job)
         mutation = ON_DEMAND if self.bid_per_gpu is None else SPOT
-        (pod,) = self._ask(mutation, input=values).values()
+        (pod,) = ask(mutation, {"input": values}, self.endpoint, hidden=job.secrets.values()).values()
         if pod is None:
             raise QuotaExceeded(f"RunPod has no {self.gpu_type} now")
         return _job_id(pod["id"], {one["key"]: one["value"] for one in values["env"]})
@@ -233,8 +233,13 @@ def _job_id(pod_id: str, env: Mapping[str, str]) -> str:
     return f"{pod_id}@{env[DEADLINE]}" if DEADLINE in env else pod_id
 
 
-def ask(query: str, variables: Mapping[str, Any], endpoint: str | None = None) -> dict[str, Any]:
-    """One GraphQL request with the key of this environment. Raises what executors raise."""
+def ask(
+    query: str, variables: Mapping[str, Any], endpoint: str | None = None, *, hidden: Iterable[str] = ()
+) -> dict[str, Any]:
+    """One GraphQL request with the key of this environment. Raises what executors raise.
+
+    `hidden` are secrets among the variables: GraphQL's errors quote the values that they refuse.
+    """
     key = os.environ.get("RUNPOD_API_KEY")
     if not key:
         raise ExecutorError("RunPod: RUNPOD_API_KEY isn't set; make a key in the console's settings")
@@ -253,11 +258,11 @@ def ask(query: str, variables: Mapping[str, Any], endpoint: str | None = None) -
             answer = json.load(response)
     except urllib.error.HTTPError as error:
         with error:
-            raise _refusal(error.code, error.read().decode("utf-8", errors="replace")) from None
+            raise _refusal(error.code, masked(error.read().decode("utf-8", errors="replace"), hidden)) from None
     except (OSError, ValueError) as error:
         raise BackendUnavailable(f"RunPod: {error}") from error
     if answer.get("errors"):
-        raise _refusal(200, "; ".join(str(one.get("message", one)) for one in answer["errors"]))
+        raise _refusal(200, masked("; ".join(str(one.get("message", one)) for one in answer["errors"]), hidden))
     return answer["data"]
 
 

@@ -11,15 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Job", "Seen", "job_name", "looks_secret", "masked", "run_slug"]
+__all__ = ["Job", "Seen", "job_name", "masked", "run_slug"]
 
 MASK = "***"
-
-_SECRET = re.compile(
-    r"(^|_)(pat|pass|pw|key|keys|tokens?|creds?|sas|cookie)($|_)|token$|password|passwd|passphrase|secret|credential"
-    r"|apikey|connection_string",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -65,11 +59,6 @@ def run_slug(rendezvous_uri: str, name: str = "") -> str:
 def job_name(run: str, replica: int, submission: int) -> str:
     """At most 40 characters: 24 of the run, the replica's number and the submission's."""
     return f"{run}-r{replica}-{submission}"
-
-
-def looks_secret(variable: str) -> bool:
-    """Is this environment variable, by its name, likely to hold a credential?"""
-    return _SECRET.search(variable) is not None
 
 
 def masked(payload: Any, secrets: Iterable[str]) -> Any:

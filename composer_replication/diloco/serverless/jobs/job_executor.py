@@ -20,11 +20,12 @@ from typing import Any
 from composer_replication.diloco.serverless.executor import BackendUnavailable, BaseExecutor
 from composer_replication.diloco.serverless.handle import ReplicaHandle, ReplicaResult, preemption_metrics
 from composer_replication.diloco.serverless.jobs.container import RECIPE
-from composer_replication.diloco.serverless.jobs.job import Job, Seen, job_name, looks_secret, masked, run_slug
+from composer_replication.diloco.serverless.jobs.job import Job, Seen, job_name, masked, run_slug
 from composer_replication.diloco.serverless.jobs.marks import Marks
 from composer_replication.diloco.serverless.jobs.verdict import Budgets, judge, next_job
 from composer_replication.diloco.serverless.spec import ReplicaSpec, check_fleet, replica_command
 from composer_replication.errors import ExecutorError, ReplicationError
+from composer_replication.recipe.credentials import looks_secret
 from composer_replication.store import open_store
 
 __all__ = ["JobExecutor"]
@@ -171,7 +172,7 @@ class JobExecutor(BaseExecutor):
         words += ["--", *replica_command(spec, recipe=RECIPE)]
         env = {**self.env, **(spec.extra_env or {})}
         secrets = {name: self._secret(name) for name in self.secrets}
-        secrets |= {name: env.pop(name) for name in sorted(env) if looks_secret(name)}
+        secrets |= {name: env.pop(name) for name in sorted(env) if looks_secret(name, env[name])}
         return Job(
             name=name,
             run=run,
@@ -252,7 +253,7 @@ class JobExecutor(BaseExecutor):
         job_id = self.find_job(job)
         if job_id and self._forgotten(job_id, job, marks):
             return self._begin(spec, replace(handle, submission=handle.submission + 1))
-        job_id = job_id or self.submit_job(job)
+        job_id = job_id or self._sent(job)
         return self._saved(
             replace(
                 handle,
@@ -267,6 +268,16 @@ class JobExecutor(BaseExecutor):
                 attempt=handle.submission + 1,
             )
         )
+
+    def _sent(self, job: Job) -> str:
+        """`submit_job`. A service may quote a request that it refuses: what it says ends up in handles and logs."""
+        try:
+            return self.submit_job(job)
+        except ExecutorError as error:
+            words = masked(str(error), job.secrets.values())
+            if words == str(error):
+                raise
+            raise type(error)(words) from None
 
     def _forgotten(self, job_id: str, job: Job, marks: Marks) -> bool:
         """Is this an ended job of which the store knows nothing: of a run whose store was cleared since?"""
@@ -294,6 +305,9 @@ class JobExecutor(BaseExecutor):
         if not handle.job_id or handle.ended:
             return handle
         try:
+            handle = self._newest(handle)
+            if handle.ended:
+                return handle
             if handle.retry_at is None:
                 found = self._look_at(handle)
             elif self.marks().asked_to_stop(handle.name):  # by whatever launcher, between two jobs
@@ -306,6 +320,13 @@ class JobExecutor(BaseExecutor):
             logger.warning("replica %d: %s", handle.replica_id, error)
             return replace(handle, reason=f"{self.backend_name} doesn't answer: {error}")
         return self._saved(found) if found != handle else found
+
+    def _newest(self, handle: ReplicaHandle) -> ReplicaHandle:
+        """That of the replica's newest job: it may have been submitted again since this one was given out."""
+        known = self.marks().handle(handle.replica_id)
+        if known is None or known.backend != self.backend_name or known.submission <= handle.submission:
+            return handle
+        return known
 
     def _look_at(self, handle: ReplicaHandle) -> ReplicaHandle:
         marks = self.marks()
@@ -393,11 +414,15 @@ class JobExecutor(BaseExecutor):
 
     def cancel(self, handles: list[ReplicaHandle]) -> None:
         def stop(handle: ReplicaHandle) -> None:
-            if handle.job_id and not handle.ended:
-                self.marks().ask_to_stop(handle.name)
-                self.stop_job(handle.job_id)
-                if handle.will_retry:
-                    self._saved(replace(handle, state="cancelled", will_retry=False, retry_at=None))
+            if not handle.job_id or handle.ended:
+                return
+            handle = self._newest(handle)
+            if handle.ended:
+                return
+            self.marks().ask_to_stop(handle.name)
+            self.stop_job(handle.job_id)
+            if handle.will_retry:
+                self._saved(replace(handle, state="cancelled", will_retry=False, retry_at=None))
 
         problems: list[str] = []
         for handle in handles:
