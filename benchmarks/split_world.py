@@ -137,7 +137,9 @@ def report(fast: list[float], slow: list[float], began: float, seconds: float, b
         if block in steps and phase(end, began, seconds) == block and start >= began:
             steps[block].append(end - start)
     if not all(steps.values()):
-        sys.exit(f"no steps in some blocks: give more --start-seconds (the first step was {fast[0] - began:.1f} s late)")
+        sys.exit(
+            f"no steps in some blocks: give more --start-seconds (the first step was {fast[0] - began:.1f} s late)"
+        )
     medians = [statistics.median(steps[block]) for block in range(blocks)]
     pairs = [medians[block + 1] / medians[block] for block in range(0, blocks - 1, 2)]
     quiet = [step for block in range(0, blocks, 2) for step in steps[block]]
