@@ -18,6 +18,7 @@ from composer_replication.cli import launch as launch_module
 from composer_replication.cli import main
 from composer_replication.diloco.serverless import ReplicaSpec
 from composer_replication.diloco.serverless.backends.hf_jobs import HFJobsExecutor
+from composer_replication.diloco.serverless.executor import BackendUnavailable
 from composer_replication.diloco.serverless.jobs.marks import Marks
 from composer_replication.recipe import recipe_from
 from composer_replication.store import open_store
@@ -241,6 +242,31 @@ def test_a_failing_job_is_named_its_log_is_shown_and_the_others_are_stopped(
     assert "the others can't go on without it and are stopped" in captured.out
     replicas = json.loads((tmp_path / "run" / "summary.json").read_text())["replicas"]
     assert [replicas[name]["status"] for name in "01"] == ["cancelled", "failed"]
+
+
+@pytest.mark.parametrize("policy", ["strict", "skip"])
+def test_one_place_that_does_not_answer_stops_a_strict_fleet_before_it_starts_and_a_skipping_one_not(
+    hub: Backend, arguments: list[str], instead: Any, tmp_path: Path, monkeypatch: Any, capsys: Any, policy: str
+) -> None:
+    def down(*_: Any) -> Any:
+        raise BackendUnavailable("no route to it")
+
+    monkeypatch.setattr(HFJobsExecutor, "check", down)
+    instead("pass")
+    groups = "fleet.groups=[{executor: hf_jobs}, {executor: local, count: 2}]"
+    fleet = [groups, "fleet.replicas=3", f"fleet.failure_policy={policy}"]
+    code = main(["launch", *arguments, *fleet, "--plain"])
+    error = capsys.readouterr().err
+    if policy == "strict":
+        assert code == 2 and "no route to it" in error and not (tmp_path / "run").exists()
+        return
+    assert "going on without the answer of one place: no route to it" in error
+    assert "replica 0 failed: no route to it" in error
+    replicas = json.loads((tmp_path / "run" / "summary.json").read_text())["replicas"]
+    assert [replicas[name]["status"] for name in "012"] == ["failed", "completed", "completed"]
+    assert hub.engine.containers == []
+    # `plan` and a dry run tell of it in any case.
+    assert main(["launch", *arguments, *fleet, "--dry-run"]) == 2
 
 
 def test_a_launch_that_one_place_takes_only_in_part_is_undone(
