@@ -96,7 +96,7 @@ def _group(group: Group, recipe: Recipe, specs: list[ReplicaSpec], code: bytes |
     }
     if not group.remote:
         own = replace(mine[0], recipe=mine[0].recipe and "RUN/recipe.yaml")
-        return values | {"limits": _budgets(recipe), "command": entrypoint_command(own, "python"), "jobs": []}
+        return values | {"limits": _budgets(group, recipe), "command": entrypoint_command(own, "python"), "jobs": []}
     executor = make_executor(group, recipe, code=code)
     values["limits"] = {
         "image": executor.image,
@@ -121,8 +121,9 @@ def _group(group: Group, recipe: Recipe, specs: list[ReplicaSpec], code: bytes |
     return {"jobs": [], "command": [], **values}
 
 
-def _budgets(recipe: Recipe) -> dict[str, Any]:
-    return {"restarts": recipe.executor.restarts, "error_restarts": recipe.executor.error_restarts}
+def _budgets(group: Group, recipe: Recipe) -> dict[str, Any]:
+    both = {"restarts": recipe.executor.restarts, "error_restarts": recipe.executor.error_restarts}
+    return {name: group.options.get(name, value) for name, value in both.items()}
 
 
 def _round(recipe: Recipe, elements: int | None, bandwidth: float) -> dict[str, Any] | None:

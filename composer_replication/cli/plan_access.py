@@ -11,6 +11,7 @@ from typing import Any
 from composer_replication.diloco.serverless.groups import Group
 from composer_replication.recipe import Recipe
 from composer_replication.store import access
+from composer_replication.store.location import kind_of
 from composer_replication.store.signing_key import SIGNING_KEY
 
 __all__ = ["access_of", "credentials_of"]
@@ -46,8 +47,7 @@ _IDENTITY = {
 
 def credentials_of(group: Group, recipe: Recipe) -> list[dict[str, Any]]:
     """Rows of {who, name, set}: who needs what for what."""
-    scheme = (recipe.store.uri or "file").partition("://")[0]
-    scheme = {"gcs": "gs", "abfs": "az", "abfss": "az"}.get(scheme, scheme)
+    scheme = kind_of(recipe.store.uri or "file://")
     rows = [("the launcher, to reach the store", name) for name in _STORES.get(scheme, ())]
     if group.remote:
         rows += [(f"the launcher, to reach {group.backend}", name) for name in _SERVICES.get(group.backend, ())]

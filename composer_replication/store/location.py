@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 
 from composer_replication.store.keys import check_key, check_steps
 
-__all__ = ["Location", "parse_location"]
+__all__ = ["Location", "kind_of", "parse_location"]
 
 _OPTIONS: dict[str, frozenset[str]] = {
     "s3": frozenset({"endpoint_url", "region", "addressing_style", "checksums", "profile"}),
@@ -33,11 +33,16 @@ class Location:
     options: dict[str, str] = field(default_factory=dict[str, str])
 
 
+def kind_of(uri: str) -> str:
+    """The family of stores that the URI's scheme is of: s3, gs, az, hf, or else the scheme."""
+    scheme = uri.partition("://")[0].lower()
+    return _ALIASES.get(scheme, scheme)
+
+
 def parse_location(uri: str) -> Location:
     """Take `scheme://bucket/prefix?option=value` apart. Raises ValueError, without repeating what might be a secret."""
     scheme, _, rest = uri.partition("://")
-    scheme = scheme.lower()
-    kind = _ALIASES.get(scheme, scheme)
+    scheme, kind = scheme.lower(), kind_of(uri)
     place, mark, query = rest.partition("?")
     bucket, _, prefix = place.partition("/")
     options: dict[str, str] = {}

@@ -126,6 +126,8 @@ def test_the_policy_of_each_places_identity(arguments: list[str], capsys: Any) -
     assert "# hf_jobs: access for the one that HF_TOKEN belong to\n# local: access for whoever runs" in shown
     values = json.loads(output(capsys, *arguments, groups, "--policy", "--json"))
     assert [one["policy"]["Statement"][0]["Sid"] for one in values["access"]] == ["ListRun", "ListRun"]
+    shown = output(capsys, *arguments, "store.uri=s3a://bucket/runs/one")  # another name for s3
+    assert "the launcher, to reach the store: AWS_ACCESS_KEY_ID" in shown
     shown = output(capsys, *arguments, "store.uri=hf://datasets/me/runs/one", "--policy")
     assert "access by prefix is for s3://, gs:// and az://" in shown
 
@@ -133,6 +135,9 @@ def test_the_policy_of_each_places_identity(arguments: list[str], capsys: Any) -
 def test_a_recipe_of_this_machine_can_be_planned_too(capsys: Any) -> None:
     shown = output(capsys, "plan", QUICKSTART)
     assert "replicas 0 to 3 on local" in shown and "cost          not known" in shown
+    assert "restarts      3, after errors of its own 0" in shown
+    shown = output(capsys, "plan", QUICKSTART, "executor.restarts=7", "executor.options.error_restarts=5")
+    assert "restarts      7, after errors of its own 5" in shown
 
 
 def test_ones_own_prices_go_over_the_table(arguments: list[str], capsys: Any, tmp_path: Path) -> None:

@@ -289,6 +289,11 @@ def test_what_cannot_work_is_said_before_anything_starts(backend: Backend, tmp_p
         make(backend, secrets=["NOT_SET"]).launch_replicas(specs(tmp_path, "pass"))
     with pytest.raises(ValueError, match="can't be the name of an environment variable"):
         make(backend, env={"A-B": "1"}).launch_replicas(specs(tmp_path, "pass"))
+    executor, asked = make(backend), []
+    executor.check = asked.append  # type: ignore[method-assign, assignment]
+    with pytest.raises(ValueError, match="credentials don't belong into a URI"):
+        executor.launch_replicas([ReplicaSpec(0, 1, "s3://me:s3cr3t@bucket/run", command=("true",))])
+    assert asked == []  # no service has seen it
     first, second = specs(tmp_path, "pass", 2)
     with pytest.raises(ValueError, match="can't be the name of an environment variable"):
         make(backend).launch_replicas([first, replace(second, extra_env={"A-B": "1"})])

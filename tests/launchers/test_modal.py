@@ -93,6 +93,8 @@ def test_without_an_image_it_installs_this_package(service: Modal) -> None:
     assert f"composer-replication[lightning,recipe,safetensors,s3]=={__version__}" in built and "transformers" in built
     composer = executor.payload(executor.job(ReplicaSpec(0, 1, "gs://bucket/run", trainer="composer")))
     assert composer["image"]["pip_install"][0].startswith("composer-replication[composer,recipe,safetensors,gcs]")
+    other = executor.payload(executor.job(ReplicaSpec(0, 1, "s3a://bucket/run")))  # another name for s3
+    assert other["image"]["pip_install"][0].startswith("composer-replication[lightning,recipe,safetensors,s3]")
 
 
 def test_shown_with_secrets_masked(service: Modal, monkeypatch: pytest.MonkeyPatch) -> None:

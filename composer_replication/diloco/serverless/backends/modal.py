@@ -20,6 +20,7 @@ from composer_replication.diloco.serverless.executor import BackendUnavailable, 
 from composer_replication.diloco.serverless.jobs.job import Job, Seen
 from composer_replication.diloco.serverless.jobs.job_executor import JobExecutor
 from composer_replication.errors import ExecutorError
+from composer_replication.store.location import kind_of
 
 __all__ = ["ModalExecutor"]
 
@@ -287,6 +288,6 @@ def packages(job: Job) -> list[str]:
     """What pip installs into the default image: this package with what the job's trainer and store need."""
     settings = dict(word[2:].split("=", 1) for word in job.command if word.startswith("--") and "=" in word)
     trainer = "composer" if "composer.cli" in job.command else "lightning"
-    store = STORE_EXTRAS.get(settings["rendezvous-uri"].partition("://")[0])
+    store = STORE_EXTRAS.get(kind_of(settings["rendezvous-uri"]))
     extras = ",".join(filter(None, [trainer, "recipe", "safetensors", store]))
     return [f"composer-replication[{extras}]=={__version__}", "transformers"]

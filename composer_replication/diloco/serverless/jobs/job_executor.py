@@ -149,6 +149,7 @@ class JobExecutor(BaseExecutor):
         check_fleet(specs)
         if not specs:
             return []
+        open_store(specs[0].rendezvous_uri)  # first: a URI with a password in it is shown to no service
         self._check(specs)
         self.marks(specs[0].rendezvous_uri)
         self._specs |= {spec.replica_id: spec for spec in specs}
