@@ -289,6 +289,11 @@ def test_what_cannot_work_is_said_before_anything_starts(backend: Backend, tmp_p
         make(backend, secrets=["NOT_SET"]).launch_replicas(specs(tmp_path, "pass"))
     with pytest.raises(ValueError, match="can't be the name of an environment variable"):
         make(backend, env={"A-B": "1"}).launch_replicas(specs(tmp_path, "pass"))
+    for bad in ({"requirements": ["git+https://me:s3cr3t@host/repository"]}, {}):
+        (one,) = specs(tmp_path, "pass", overrides=() if bad else ("data.args.uri=https://me:s3cr3t@host/text",))
+        with pytest.raises(ValueError, match="name a variable in secrets") as caught:
+            make(backend, **bad).launch_replicas([one])
+        assert "s3cr3t" not in str(caught.value)
     executor, asked = make(backend), []
     executor.check = asked.append  # type: ignore[method-assign, assignment]
     with pytest.raises(ValueError, match="credentials don't belong into a URI"):

@@ -19,8 +19,9 @@ from composer_replication.diloco.serverless import (
     ServerlessExecutor,
 )
 from composer_replication.diloco.serverless.executor import BackendUnavailable
+from composer_replication.diloco.serverless.jobs.marks import Marks
 from composer_replication.diloco.serverless.mixed import MixedExecutor
-from composer_replication.errors import ExecutorError
+from composer_replication.errors import ExecutorError, StoreUnavailable
 from tests.launchers import hf_jobs
 from tests.launchers.backend import Backend
 from tests.launchers.engine import Engine
@@ -213,6 +214,34 @@ def test_what_is_cancelled_between_two_of_its_jobs_is_not_started_again(hub: Bac
     assert handle.ended and handle.state == "cancelled"
     launcher.clock = lambda: 1e12  # long after it was due
     assert launcher.poll([handle]) == [handle] and len(hub.engine.containers) == 1
+
+
+def test_a_store_that_fails_in_the_middle_of_a_launch_still_gives_all_handles(
+    hub: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    launcher, fleet = quick(hub.make()), specs(tmp_path, WAITING, WAITING, WAITING)
+    save, read = Marks.save, Marks.handle
+
+    def unsaved(self: Marks, handle: ReplicaHandle) -> None:
+        if handle.replica_id == 1:
+            raise StoreUnavailable("no route to it")
+        save(self, handle)
+
+    def unread(self: Marks, replica: int) -> ReplicaHandle | None:
+        if replica == 2:
+            raise StoreUnavailable("no route to it")
+        return read(self, replica)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(Marks, "save", unsaved)
+        patch.setattr(Marks, "handle", unread)
+        handles = launcher.launch_replicas(fleet)
+    # The second runs, though its handle isn't in the store; the third was never sent.
+    assert [(bool(h.job_id), h.reason) for h in handles] == [(True, ""), (True, ""), (False, "no route to it")]
+    assert "replica 1: its handle isn't in the store yet" in caplog.text and len(hub.engine.containers) == 2
+    hub.engine.wait_for(lambda: all("ready" in one.lines for one in hub.engine.containers))
+    launcher.cancel(handles)
+    assert [r.status for r in launcher.collect(handles, timeout=60)] == ["cancelled", "cancelled", "failed"]
 
 
 def test_the_handles_of_a_launch_reach_the_job_that_took_its_place(hub: Backend, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from composer_replication.diloco.serverless.handle import ReplicaHandle, ReplicaResult
 from composer_replication.diloco.serverless.spec import ReplicaSpec, check_fleet
-from composer_replication.errors import ExecutorError
+from composer_replication.errors import ExecutorError, ReplicationError
 
 __all__ = [
     "BackendUnavailable",
@@ -133,7 +133,7 @@ class BaseExecutor(ABC):
     def _submit_or_tell(self, spec: ReplicaSpec) -> ReplicaHandle:
         try:
             return self._patiently(lambda: self._submit(spec), f"replica {spec.replica_id}")
-        except (OSError, ExecutorError) as error:
+        except (OSError, ReplicationError) as error:
             logger.warning("%s did not take replica %d: %s", self.backend_name, spec.replica_id, error)
             return ReplicaHandle(spec.replica_id, self.backend_name, "", state="failed", reason=str(error))
 

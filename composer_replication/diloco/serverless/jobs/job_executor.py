@@ -200,6 +200,11 @@ class JobExecutor(BaseExecutor):
             job = self.job(spec)
             if len(job.name) + 4 > self.name_limit:
                 raise ValueError(f"{self.backend_name}: the job's name {job.name!r} is too long: shorten run_name")
+            if any(looks_secret("", word) for word in (*self.requirements, *spec.overrides)):
+                raise ValueError(
+                    "requirements or overrides hold what looks like a password, and whoever may look at the job sees "
+                    "its arguments: name a variable in secrets, such as PIP_INDEX_URL, instead"
+                )
             for name in (*job.env, *job.secrets):
                 if not name.replace("_", "a").isalnum() or name[0].isdigit():
                     raise ValueError(f"{name!r} can't be the name of an environment variable")
@@ -254,21 +259,23 @@ class JobExecutor(BaseExecutor):
         job_id = self.find_job(job)
         if job_id and self._forgotten(job_id, job, marks):
             return self._begin(spec, replace(handle, submission=handle.submission + 1))
-        job_id = job_id or self._sent(job)
-        return self._saved(
-            replace(
-                handle,
-                job_id=job_id,
-                name=job.name,
-                state="pending",
-                will_retry=False,
-                retry_at=None,
-                exit_code=None,
-                reason="",
-                native="",
-                attempt=handle.submission + 1,
-            )
+        begun = replace(
+            handle,
+            job_id=job_id or self._sent(job),
+            name=job.name,
+            state="pending",
+            will_retry=False,
+            retry_at=None,
+            exit_code=None,
+            reason="",
+            native="",
+            attempt=handle.submission + 1,
         )
+        try:
+            return self._saved(begun)
+        except ReplicationError as error:  # it runs: whoever launched it must be able to stop it
+            logger.warning("replica %d: its handle isn't in the store yet: %s", handle.replica_id, error)
+            return begun
 
     def _sent(self, job: Job) -> str:
         """`submit_job`. A service may quote a request that it refuses: what it says ends up in handles and logs."""
