@@ -6,6 +6,7 @@ codecs. What isn't simulated is time (see `timing.py`) and failure.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -79,6 +80,7 @@ def simulate(
     data = build_data(recipe)
     fleet = InProcessFleet(count, codec=recipe.codec, timeout_seconds=3600.0, guards=guards_of(recipe))
     members = [_Replica(recipe, index, data, one, told) for index, one in enumerate(fleet.collectives())]
+    _check_repeatable(members[0])
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(member.train) for member in members]
     problems = [future.exception() for future in futures]
@@ -111,6 +113,19 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError("fleet.failure_policy: nothing fails in a simulation: leave it at strict")
 
 
+def _check_repeatable(member: _Replica) -> None:
+    """Replicas are threads, and threads draw from one generator: what a model draws would depend on who comes first."""
+    model, batch = copy.deepcopy(member.model), next(member.batches())
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        logits_of(model, batch)
+    if not torch.equal(torch.get_rng_state(), before):
+        raise RecipeError(
+            "model.args: the model draws random numbers as it trains (dropout), which simulate can't give each replica "
+            "as a process of its own has them: set it to 0"
+        )
+
+
 class _Replica:
     def __init__(
         self, recipe: Recipe, index: int, data: Any, collective: InProcessCollective, told: Told | None
@@ -141,7 +156,7 @@ class _Replica:
             self.loop.close()
 
     def _train(self) -> None:
-        settings, batches, weights = self.recipe.training, self._batches(), group_weights(self.optimizer)
+        settings, batches, weights = self.recipe.training, self.batches(), group_weights(self.optimizer)
         interval, tokens = Interval(), 0
         self.loop.start(self._preview(0))
         for done in range(1, settings.steps + 1):
@@ -181,7 +196,7 @@ class _Replica:
         remaining = self.recipe.training.steps - done
         return self._previewer.take(LoopPosition(batch=done), grid=self.loop.grid, remaining=remaining).preview
 
-    def _batches(self) -> Iterator[dict[str, Tensor]]:
+    def batches(self) -> Iterator[dict[str, Tensor]]:
         """This replica's shard, epoch by epoch, in the order in which a Trainer's sampler gives it."""
         fleet, seed = self.recipe.fleet.replicas, self.recipe.training.seed
         sampler: Any = DistributedSampler(self.data.train, fleet, self.index, shuffle=True, seed=seed)

@@ -59,6 +59,7 @@ def test_what_it_cannot_simulate_is_said() -> None:
         (["training.precision=bf16-mixed"], "training.precision: simulate trains in 32-true"),
         (["training.trainer_args.deterministic=true"], "training.trainer_args: simulate has no Trainer"),
         (["fleet.failure_policy=skip"], "nothing fails in a simulation"),
+        (["model.args.dropout=0.1"], "the model draws random numbers as it trains"),
     ):
         with pytest.raises(RecipeError, match=words):
             simulate(recipe(*overrides))
@@ -67,9 +68,9 @@ def test_what_it_cannot_simulate_is_said() -> None:
 def test_one_replica_s_error_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from composer_replication.simulation import fleet
 
-    def fails(model, batch):
+    def fails(logits, labels):
         raise ArithmeticError("for the test")
 
-    monkeypatch.setattr(fleet, "logits_of", fails)
+    monkeypatch.setattr(fleet, "next_token_loss", fails)
     with pytest.raises(ArithmeticError, match="for the test"):
         simulate(recipe("training.steps=4"))
