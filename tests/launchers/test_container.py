@@ -45,6 +45,25 @@ def test_every_start_is_counted_and_a_result_is_told(tmp_path: Path) -> None:
     assert mark is not None and (mark.starts, mark.state, mark.result) == (2, "preempted", {"loss": 2.5})
 
 
+def test_it_gives_signs_of_life_as_long_as_the_replica_runs(tmp_path: Path) -> None:
+    script = (  # the replica itself waits for one
+        "import json, pathlib, sys, time\nmark, until = pathlib.Path(sys.argv[1]), time.monotonic() + 30\n"
+        "while time.monotonic() < until:\n"
+        "    words = json.loads(mark.read_text())\n"
+        "    if words['seen'] > words['began'] and words['state'] == 'running': sys.exit(0)\n"
+        "    time.sleep(0.01)\nsys.exit(1)"
+    )
+    quicker = (
+        "import sys\nfrom composer_replication.diloco.serverless.jobs import container\n"
+        "container.BEAT_SECONDS = 0.05\nsys.exit(container.main(sys.argv[1:]))"
+    )
+    identity = ["--job=run-r1-0", "--replica-id=1", "--num-replicas=2", f"--rendezvous-uri={tmp_path.as_uri()}"]
+    mark = tmp_path / "launch" / "replicas" / "1" / "run-r1-0.json"
+    command = [sys.executable, "-c", quicker, *identity, "--", "python", "-c", script, str(mark)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_command_that_is_not_there_ends_in_one_line(tmp_path: Path) -> None:
     done = container(tmp_path, "no-such-program")
     assert done.returncode == 3 and "no-such-program" in done.stdout and "Traceback" not in done.stdout + done.stderr

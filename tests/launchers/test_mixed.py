@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -242,6 +243,19 @@ def test_a_store_that_fails_in_the_middle_of_a_launch_still_gives_all_handles(
     hub.engine.wait_for(lambda: all("ready" in one.lines for one in hub.engine.containers))
     launcher.cancel(handles)
     assert [r.status for r in launcher.collect(handles, timeout=60)] == ["cancelled", "cancelled", "failed"]
+
+
+def test_the_job_of_a_run_whose_store_was_cleared_since_is_not_taken_for_this_ones(
+    hub: Backend, tmp_path: Path
+) -> None:
+    fleet = specs(tmp_path / "store", "pass")
+    before = quick(hub.make())
+    before.collect(before.launch_replicas(fleet), timeout=60)
+    shutil.rmtree(tmp_path / "store")
+    launcher = quick(hub.make())
+    handles = launcher.launch_replicas(fleet)
+    assert handles[0].submission == 1 and len(hub.engine.containers) == 2
+    assert [r.status for r in launcher.collect(handles, timeout=60)] == ["completed"]
 
 
 def test_the_handles_of_a_launch_reach_the_job_that_took_its_place(hub: Backend, tmp_path: Path) -> None:
