@@ -77,7 +77,7 @@ def test_without_the_replica_that_opened_the_store_the_run_ends() -> None:
 
 
 def too_few(rank: int, address: str) -> str:
-    made = begin(rank, address, 1.0, "skip")
+    made = begin(rank, address, 4.0, "skip")
     if rank:
         os._exit(0)
     values = torch.zeros(LAYOUT.elements)
