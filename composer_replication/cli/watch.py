@@ -20,6 +20,7 @@ from composer_replication.cli.view import RunReader
 from composer_replication.diloco.serverless.executor import BaseExecutor, CollectTimeout
 from composer_replication.diloco.serverless.exit_codes import describe
 from composer_replication.diloco.serverless.handle import ReplicaHandle, ReplicaResult
+from composer_replication.diloco.serverless.jobs.verdict import Budgets
 from composer_replication.diloco.serverless.local_process import LocalProcessExecutor
 from composer_replication.diloco.serverless.mixed import MixedExecutor
 from composer_replication.diloco.serverless.spec import ReplicaSpec
@@ -119,9 +120,10 @@ class Watch:
             if handle.restarts > self._told.get(handle.replica_id, 0):
                 self._told[handle.replica_id] = handle.restarts
                 why = describe(handle.exit_code) if handle.exit_code is not None else handle.reason or "it ended"
-                section = self.recipe.executor
-                allowed = section.restarts + section.error_restarts
-                screen.say(f"replica {handle.replica_id}: {why}; restart {handle.restarts} of {allowed}")
+                # A service's own starts of a job are on no budget of ours.
+                ours = handle.restarts == handle.preemptions + handle.errors
+                allowed = f" of {_budgets(self.executor, handle.replica_id).all}" if ours else ""
+                screen.say(f"replica {handle.replica_id}: {why}; restart {handle.restarts}{allowed}")
 
     def _view(self) -> FleetView:
         title = self.recipe.name
@@ -216,6 +218,10 @@ class Watch:
             return self.executor.last_lines(handle, 15)
         except (OSError, ReplicationError) as error:
             return [f"(not to be had: {error})"]
+
+
+def _budgets(executor: Any, replica: int) -> Budgets:
+    return (executor.executor_of(replica) if isinstance(executor, MixedExecutor) else executor).budgets
 
 
 def _processes(executor: BaseExecutor) -> list[LocalProcessExecutor]:

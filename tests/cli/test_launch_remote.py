@@ -232,6 +232,16 @@ def test_ctrl_c_while_jobs_are_sent_stops_those_that_were_taken(
     assert [container.ended for container in hub.engine.containers] == ["stopped"]
 
 
+def test_restarts_are_told_with_the_budget_of_the_place(
+    hub: Backend, arguments: list[str], instead: Any, capsys: Any
+) -> None:
+    instead("pass", "raise SystemExit(1)")
+    groups = "fleet.groups=[{executor: local}, {executor: hf_jobs, options: {restarts: 1, error_restarts: 1}}]"
+    assert main(["launch", *arguments, groups, "executor.restarts=7", "--plain"]) == 1
+    output = capsys.readouterr().out
+    assert "replica 1: " in output and "restart 1 of 2" in output
+
+
 def test_a_failing_job_is_named_its_log_is_shown_and_the_others_are_stopped(
     hub: Backend, arguments: list[str], instead: Any, tmp_path: Path, capsys: Any
 ) -> None:

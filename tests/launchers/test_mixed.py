@@ -245,6 +245,27 @@ def test_a_store_that_fails_in_the_middle_of_a_launch_still_gives_all_handles(
     assert [r.status for r in launcher.collect(handles, timeout=60)] == ["cancelled", "cancelled", "failed"]
 
 
+def test_so_many_submissions_are_under_way_at_once_and_no_more(hub: Backend, tmp_path: Path) -> None:
+    launcher = quick(hub.make(max_concurrent_launches=2))
+    submit, changed, under_way, counts = launcher.submit_job, threading.Condition(), [], []
+
+    def slow(job: Any) -> str:
+        with changed:
+            under_way.append(job.replica)
+            counts.append(len(under_way))
+            changed.notify_all()
+            changed.wait_for(lambda: len(under_way) > 2, timeout=0.2)  # time for a third, if it could
+        try:
+            return submit(job)
+        finally:
+            with changed:
+                under_way.remove(job.replica)
+
+    launcher.submit_job = slow
+    launcher.collect(launcher.launch_replicas(specs(tmp_path, *["pass"] * 5)), timeout=60)
+    assert len(counts) == 5 and max(counts) == 2
+
+
 def test_the_job_of_a_run_whose_store_was_cleared_since_is_not_taken_for_this_ones(
     hub: Backend, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from typing import IO, Any
 from composer_replication.diloco.serverless.executor import BaseExecutor
 from composer_replication.diloco.serverless.exit_codes import Exit, again, describe
 from composer_replication.diloco.serverless.handle import ENDED, ReplicaHandle, ReplicaResult, preemption_metrics
+from composer_replication.diloco.serverless.jobs.verdict import Budgets
 from composer_replication.diloco.serverless.spec import ReplicaSpec, entrypoint_command, merged_environment
 from composer_replication.errors import ExecutorError
 
@@ -61,7 +62,7 @@ class LocalProcessExecutor(BaseExecutor):
         output: folder for the replicas' logs, checkpoints and results; None for a new temporary one.
         restarts: how often one replica may be started again after a kill, a preemption or a store's failure.
         error_restarts: and how often after an exception in its own code.
-        backoff_seconds: pause before the first restart; doubles with each.
+        backoff_seconds: pause before the first restart; doubles with each, to ten minutes.
         grace_seconds: between asking a replica to stop and killing it.
         env: environment variables for all replicas (a spec's `extra_env` goes over them).
         python: the interpreter; None for this one.
@@ -80,20 +81,12 @@ class LocalProcessExecutor(BaseExecutor):
         env: Mapping[str, str] | None = None,
         python: str | None = None,
     ) -> None:
-        for name, value in {
-            "restarts": restarts,
-            "error_restarts": error_restarts,
-            "backoff_seconds": backoff_seconds,
-            "grace_seconds": grace_seconds,
-        }.items():
-            if value < 0:
-                raise ValueError(f"{name} must be 0 or more, got {value}")
+        self.budgets = Budgets(restarts, error_restarts, backoff_seconds)
+        if grace_seconds < 0:
+            raise ValueError(f"grace_seconds must be 0 or more, got {grace_seconds}")
         self.output = Path(
             output if output is not None else tempfile.mkdtemp(prefix="composer-replication-")
         ).absolute()
-        self.restarts = restarts
-        self.error_restarts = error_restarts
-        self.backoff_seconds = backoff_seconds
         self.grace_seconds = grace_seconds
         self.python = python
         self._env = dict(env or {})
@@ -154,13 +147,13 @@ class LocalProcessExecutor(BaseExecutor):
                 self._changed.notify_all()
                 if job.state != "restarting":
                     return
-                pause = self.backoff_seconds * 2**job.restarts
+                pause = self.budgets.pause_seconds(job.restarts)
                 if again(code) == "error":
                     job.errors += 1
-                    count = f"{job.errors} of {self.error_restarts}"
+                    count = f"{job.errors} of {self.budgets.error_restarts}"
                 else:
                     job.preemptions += 1
-                    count = f"{job.preemptions} of {self.restarts}"
+                    count = f"{job.preemptions} of {self.budgets.restarts}"
             self._note(job, f"{describe(code)}; starting it again in {pause:g} s ({count})")
             with self._changed:
                 self._changed.wait_for(lambda: job.asked_to_stop, timeout=pause)
@@ -182,9 +175,7 @@ class LocalProcessExecutor(BaseExecutor):
             return "completed"
         if job.asked_to_stop:
             return "cancelled"
-        used = {"preemption": (job.preemptions, self.restarts), "error": (job.errors, self.error_restarts)}
-        done, allowed = used.get(again(code), (0, 0))
-        if done < allowed:
+        if self.budgets.allow(again(code), preemptions=job.preemptions, errors=job.errors):
             return "restarting"
         return "preempted" if code == Exit.PREEMPTED else "failed"
 

@@ -87,13 +87,7 @@ class JobExecutor(BaseExecutor):
         max_concurrent_launches: int = 4,
         run_name: str = "",
     ) -> None:
-        for name, value in {
-            "restarts": restarts,
-            "error_restarts": error_restarts,
-            "backoff_seconds": backoff_seconds,
-        }.items():
-            if value < 0:
-                raise ValueError(f"{name} must be 0 or more, got {value}")
+        budgets = Budgets(restarts, error_restarts, backoff_seconds)
         if max_concurrent_launches < 1:
             raise ValueError(f"max_concurrent_launches must be at least 1, got {max_concurrent_launches}")
         self.image = image or os.environ.get(IMAGE)
@@ -107,7 +101,7 @@ class JobExecutor(BaseExecutor):
         self.time_limit_seconds = self._limit(time_limit_hours)
         # A replica that is to run for longer than one job may is submitted again each time, beyond other restarts.
         more = math.ceil((time_limit_hours or 0) * 3600 / self.longest_seconds) - 1
-        self.budgets = Budgets(restarts + max(0, more), error_restarts, backoff_seconds)
+        self.budgets = replace(budgets, restarts=restarts + max(0, more))
         self._specs: dict[int, ReplicaSpec] = {}
         self._marks: Marks | None = None
         self._uri: str | None = None

@@ -20,11 +20,30 @@ SILENT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Budgets:
-    """How often a replica may be submitted again, by what ended it."""
+    """How often a replica may be started again, by what ended it, whoever runs it."""
 
     restarts: int = 3  # its machine was taken, it was killed, its store had failed, the service's time was over
     error_restarts: int = 0  # an exception in its own code
     backoff_seconds: float = 10.0  # before the first of them; doubles with each, to ten minutes
+
+    def __post_init__(self) -> None:
+        for name in ("restarts", "error_restarts", "backoff_seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+
+    @property
+    def all(self) -> int:
+        return self.restarts + self.error_restarts
+
+    def allow(self, kind: str, *, preemptions: int, errors: int) -> bool:
+        """Another start after an end of this kind (`exit_codes.again`), when there were so many starts after each?"""
+        used = {"preemption": (preemptions, self.restarts), "error": (errors, self.error_restarts)}
+        done, allowed = used.get(kind, (0, 0))
+        return done < allowed
+
+    def pause_seconds(self, done: int) -> float:
+        """Before the start that comes after so many others."""
+        return min(600.0, self.backoff_seconds * 2.0**done)
 
 
 def judge(handle: ReplicaHandle, seen: Seen, mark: Mark | None, *, asked_to_stop: bool, now: float) -> ReplicaHandle:
@@ -79,11 +98,9 @@ def next_job(handle: ReplicaHandle, budgets: Budgets, now: float) -> ReplicaHand
         kind = again(handle.exit_code)
     else:
         kind = ""
-    used = {"preemption": (handle.preemptions, budgets.restarts), "error": (handle.errors, budgets.error_restarts)}
-    done, allowed = used.get(kind, (0, 0))
-    if done >= allowed:
+    if not budgets.allow(kind, preemptions=handle.preemptions, errors=handle.errors):
         return replace(handle, will_retry=False, retry_at=None)
     retry_at = handle.retry_at
     if retry_at is None:
-        retry_at = now + min(600.0, budgets.backoff_seconds * 2.0 ** (handle.preemptions + handle.errors))
+        retry_at = now + budgets.pause_seconds(handle.preemptions + handle.errors)
     return replace(handle, will_retry=True, retry_at=retry_at)
