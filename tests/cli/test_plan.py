@@ -67,6 +67,9 @@ def test_it_says_what_a_launch_would_come_to(
     ):
         assert words in shown
     assert "s3cr3t-value" not in shown and "hf_a-token" not in shown
+    shown = output(capsys, *arguments, *more, "--json")  # holds more than is told in words
+    assert json.loads(shown)["groups"][0]["handed_over"] == ["AWS_SECRET_ACCESS_KEY"]
+    assert "s3cr3t-value" not in shown and "hf_a-token" not in shown
 
 
 def test_the_numbers_are_those_of_the_rounds(arguments: list[str], capsys: Any) -> None:
