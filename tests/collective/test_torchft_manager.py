@@ -38,7 +38,7 @@ class Place:
 
     def __init__(self, least: int) -> None:
         self.lighthouse = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=least, join_timeout_ms=300, heartbeat_timeout_ms=1000
+            bind="127.0.0.1:0", min_replicas=least, join_timeout_ms=300, heartbeat_timeout_ms=4000
         )
         self.managers: list[Manager] = []
 
