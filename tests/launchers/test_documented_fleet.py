@@ -131,6 +131,7 @@ def test_four_replicas_on_modal(services: Engine) -> None:
     assert {handle.backend for handle in names["handles"]} == {"modal"}
 
 
+@pytest.mark.slow
 def test_two_on_modal_and_two_on_hugging_face_are_one_fleet(services: Engine) -> None:
     names = run(TWO_BACK_ENDS)
     assert_trained_together(names, services)
