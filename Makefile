@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 quickstart: $(STAMP) ## Train a small language model on four replicas, about three minutes on two cores
 	$(RUN)/composer-replication launch recipes/quickstart.yaml $(OVERRIDES)
 
-test: $(STAMP) ## Run the tests (under ten minutes on two cores)
+test: $(STAMP) ## Run the tests (about a quarter of an hour on two cores)
 	$(RUN)/python -m pytest -m "not slow" -n $(WORKERS) $(PYTEST_ARGS)
 
 test-faults: $(STAMP) ## Run the long fault suite: replicas killed at every step
