@@ -221,7 +221,8 @@ class Watch:
 
 
 def _budgets(executor: Any, replica: int) -> Budgets:
-    return (executor.executor_of(replica) if isinstance(executor, MixedExecutor) else executor).budgets
+    own: Any = executor.executor_of(replica) if isinstance(executor, MixedExecutor) else executor
+    return own.budgets  # each back end that a recipe can name has some
 
 
 def _processes(executor: BaseExecutor) -> list[LocalProcessExecutor]:
