@@ -137,6 +137,7 @@ def test_status_reads_the_same_from_the_store(undisturbed, capsys):
     assert main(["launch", str(folder / "recipe.yaml"), f"store.uri={folder}/store"]) == 2  # and isn't trodden upon
 
 
+@pytest.mark.slow
 def test_a_killed_replica_comes_back_and_the_weights_are_those_of_an_undisturbed_run(recipe, undisturbed, trainer):
     """Under Composer, too, each replica behind a launcher of its own: and one recipe gives both the same bits."""
     folder = recipe.parent / f"killed-{trainer}"

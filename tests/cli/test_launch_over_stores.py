@@ -73,6 +73,7 @@ def test_over_a_hugging_face_repository(hub: Hub, in_a_folder: str, tmp_path: Pa
     assert "one/final.json" in hub.tree("main")
 
 
+@pytest.mark.slow
 def test_over_s3(
     seaweedfs: str,
     in_a_folder: str,

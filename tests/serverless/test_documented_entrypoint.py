@@ -69,6 +69,7 @@ WEIGHTS = """from transformers import AutoModelForCausalLM as Auto
 """
 
 
+@pytest.mark.slow
 def test_two_replicas_of_the_sketch_end_alike(tmp_path: Path) -> None:
     code = SKETCH.replace(".cuda()", "").replace("inner_opt.zero_grad(); ...; inner_opt.step()", LOSS)
     code = code.replace("...\n\nif __name__", WEIGHTS + "\nif __name__")

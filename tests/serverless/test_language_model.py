@@ -81,6 +81,7 @@ def text_in(folder: Path) -> Path:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_two_replicas_end_with_identical_weights(tmp_path: Path) -> None:
     model = save_language_model(tmp_path / "model")
     text = text_in(tmp_path / "text")
