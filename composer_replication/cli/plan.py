@@ -18,14 +18,7 @@ from composer_replication.cli.launch import checked_recipe, intention, least_rou
 from composer_replication.cli.plan_access import access_of, credentials_of
 from composer_replication.cli.plan_text import plan_lines
 from composer_replication.cli.prices import Price, Prices, break_even
-from composer_replication.collective.object_store.costs import (
-    Link,
-    encoded_sizes,
-    mean_sizes,
-    plain_layout,
-    round_seconds,
-    round_shares,
-)
+from composer_replication.collective.object_store.costs import Link, busiest_share
 from composer_replication.collective.object_store.wire import for_people
 from composer_replication.diloco.serverless.components import build_model
 from composer_replication.diloco.serverless.groups import (
@@ -132,11 +125,8 @@ def _round(recipe: Recipe, elements: int | None, bandwidth: float) -> dict[str, 
         if recipe.model.name is None:
             return None  # a model of the user's own isn't built here: it may fetch gigabytes
         elements = sum(p.numel() for p in build_model(recipe).parameters() if p.requires_grad)
-    layout = plain_layout(elements)
-    inputs, outputs = encoded_sizes(recipe.codec, layout), mean_sizes(recipe.codec, layout)
-    shares = round_shares(recipe.fleet.replicas, inputs, outputs)
     link = Link(up=bandwidth * 1e6 / 8, down=bandwidth * 1e6 / 8)
-    slowest = max(shares, key=lambda share: round_seconds(share, link, sum(inputs)))
+    slowest, seconds = busiest_share(recipe.fleet.replicas, elements, recipe.codec, link)
     return {
         "parameters": elements,
         "codec": recipe.codec,
@@ -144,7 +134,7 @@ def _round(recipe: Recipe, elements: int | None, bandwidth: float) -> dict[str, 
         "up_bytes": slowest.up_bytes,
         "down_bytes": slowest.down_bytes,
         "requests": slowest.puts + slowest.gets,
-        "seconds": round_seconds(slowest, link, sum(inputs)),
+        "seconds": seconds,
     }
 
 

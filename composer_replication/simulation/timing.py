@@ -9,16 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from composer_replication.collective.object_store.costs import (
-    Link,
-    encoded_sizes,
-    mean_sizes,
-    plain_layout,
-    round_seconds,
-    round_shares,
-)
+from composer_replication.collective.object_store.costs import Link, busiest_share
 
-__all__ = ["Machines", "RoundTime", "exchange_seconds", "timeline"]
+__all__ = ["Machines", "RoundTime", "timeline"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +53,6 @@ class RoundTime:
         return self.train.index(max(self.train))
 
 
-def exchange_seconds(replicas: int, elements: int, codec: str, link: Link) -> float:
-    """Of one round on such links, everyone ready at once: the busiest replica's."""
-    if replicas == 1:
-        return 0.0
-    layout = plain_layout(elements)
-    inputs = encoded_sizes(codec, layout)
-    shares = round_shares(replicas, inputs, mean_sizes(codec, layout))
-    return max(round_seconds(share, link, sum(inputs)) for share in shares)
-
-
 def timeline(
     intervals: Sequence[int], machines: Machines, *, replicas: int, elements: int, codec: str
 ) -> list[RoundTime]:
@@ -77,7 +60,7 @@ def timeline(
     unknown = [replica for replica in machines.slower if not 0 <= replica < replicas]
     if unknown:
         raise ValueError(f"there is no replica {unknown[0]} in a fleet of {replicas}")
-    exchange = exchange_seconds(replicas, elements, codec, machines.link)
+    _, exchange = busiest_share(replicas, elements, codec, machines.link)
     factors = [machines.slower.get(replica, 1.0) for replica in range(replicas)]
     found: list[RoundTime] = []
     now = 0.0

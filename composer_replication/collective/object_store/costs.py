@@ -13,7 +13,16 @@ from composer_replication.collective.layout import Layout, Slot
 from composer_replication.collective.object_store.roster import Mode, divide, shard_range
 from composer_replication.collective.object_store.shards import input_sizes, output_sizes
 
-__all__ = ["Link", "Share", "encoded_sizes", "mean_sizes", "plain_layout", "round_seconds", "round_shares"]
+__all__ = [
+    "Link",
+    "Share",
+    "busiest_share",
+    "encoded_sizes",
+    "mean_sizes",
+    "plain_layout",
+    "round_seconds",
+    "round_shares",
+]
 
 _RUN = "0" * 16  # as long as the name that a run gives itself
 
@@ -114,3 +123,13 @@ def round_seconds(share: Share, link: Link, payload_bytes: int) -> float:
     rest = payload_bytes - mean  # of the mean, which others have averaged
     before = max(payload_bytes / link.up, (share.down_bytes - rest) / link.down)
     return before + max(mean / link.up, rest / link.down) + latency
+
+
+def busiest_share(replicas: int, elements: int, codec: str, link: Link) -> tuple[Share, float]:
+    """(the share that takes longest, its seconds) in a round of a model of so many elements, all on such links."""
+    layout = plain_layout(elements)
+    inputs = encoded_sizes(codec, layout)
+    shares = round_shares(replicas, inputs, mean_sizes(codec, layout))
+    seconds = [round_seconds(share, link, sum(inputs)) for share in shares]
+    slowest = seconds.index(max(seconds))
+    return shares[slowest], seconds[slowest]
