@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,7 +112,8 @@ def test_a_launch_trains_and_sums_up(undisturbed):
     for words in ("rounds; a fixed interval of 8 takes 25", "as int8", "the same on all replicas", "training.png"):
         assert words in output
     assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert "round 0" in output and "loss" in output  # plain lines, as there is no terminal
+    # Plain lines, as there is no terminal; how many depends on how often one looks while it trains.
+    assert re.search(r"^round \d+  step \d+/200 .* loss ", output, re.MULTILINE)
 
 
 def test_each_replica_leaves_a_log_a_result_and_its_weights(undisturbed):
