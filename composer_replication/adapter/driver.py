@@ -209,7 +209,9 @@ class Driver(ABC):
             self._compare_first_batches(summary, self._first_batch)
             self._first_batch = None
         own = summary.member_metrics.get(self.options.identity.replica, told)
-        metrics = {f"autoloco/{name}": v for name, v in own.items() if name not in _ABOUT_DATA}
+        metrics = {
+            f"autoloco/{name}": v for name, v in own.items() if name not in _ABOUT_DATA and not name.startswith("last_")
+        }
         metrics |= {**summary.metrics(), "autoloco/rates_exact": float(self.exact_rates)}
         self._shown = {name: told[name] for name in ("loss", "tokens_per_second") if name in told}
         self._shown["wait_seconds"] = summary.wait_seconds

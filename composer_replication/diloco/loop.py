@@ -108,7 +108,7 @@ class OuterLoop:
         self._waited = 0.0
         self._sent = 0
         self._received = 0
-        self._straggler: tuple[int, float] | None = None  # of the last round, as seen here
+        self._last: RoundSummary | None = None  # the last round, as seen here
 
     def _hold(self, name: str, tensor: Tensor) -> Held:
         """How this process holds a tensor of the model."""
@@ -442,10 +442,24 @@ class OuterLoop:
         )
 
     def _told(self) -> dict[str, float]:
-        """Of the round before, for people: who came last here. The fleet's records keep it with this round's report."""
-        if self._straggler is None:
+        """Of the round before, for people: what of it isn't in its own roster, which was written before it closed.
+
+        The fleet's records keep it with this round's report.
+        """
+        last = self._last
+        if last is None:
             return {}
-        return {"straggler": float(self._straggler[0]), "straggler_seconds": self._straggler[1]}
+        told = {
+            "last_drift": last.drift,
+            "last_mean_square_norm": last.mean_square_norm,
+            "last_wait_seconds": last.wait_seconds,
+            "last_exchange_seconds": last.exchange_seconds,
+            "last_bytes_sent": float(last.bytes_sent),
+            "last_bytes_received": float(last.bytes_received),
+        }
+        if last.straggler is not None:
+            told |= {"straggler": float(last.straggler[0]), "straggler_seconds": last.straggler[1]}
+        return {name: value for name, value in told.items() if math.isfinite(value)}
 
     def _apply(
         self, outcome: RoundOutcome, layout: Layout, own: Report | None, *, own_steps: int, began: float
@@ -507,9 +521,8 @@ class OuterLoop:
             )
         phases["checkpoint"] = self._clock() - saving
         reports = (*outcome.members, *outcome.others)
-        self._straggler = max(outcome.lateness.items(), key=lambda item: (item[1], -item[0]), default=None)
         tokens = [r.tokens for r in outcome.members]
-        return RoundSummary(
+        self._last = RoundSummary(
             round=outcome.round,
             included=included,
             members=tuple(r.replica for r in outcome.members),
@@ -539,7 +552,9 @@ class OuterLoop:
             ended=self.ended,
             lateness=outcome.lateness,
             member_metrics={r.replica: r.metrics for r in reports},
+            observation=observation,
         )
+        return self._last
 
     def _outliers(self, outcome: RoundOutcome) -> dict[int, str]:
         """Whose norms stuck out, averaged or not; each is logged."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from composer_replication.autoloco.values import Plan
+from composer_replication.autoloco.values import Observation, Plan
 
 __all__ = ["FinalSummary", "RoundSummary", "StartSummary"]
 
@@ -55,6 +55,7 @@ class RoundSummary:
     lateness: Mapping[int, float] = field(default_factory=dict[int, float])
     # ^ seconds after this replica's own contribution at which each other one's was there, of those that took part
     member_metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
+    observation: Observation | None = None  # what the policy saw; None when no replica goes on
 
     @property
     def coherence(self) -> float:
