@@ -5,7 +5,7 @@
 The floor is 2 (N-1)/N of the payload, each way, divided by the link's rate. Each replica is a process behind its own
 link (see throttled_links.py); the server isn't throttled. A scheme's time is from the moment at which all begin to the
 last replica's end; of several rounds, all are shown. `store-int8` is this project's round with the int8 codec, for the
-same number of values. Needs root.
+same number of values. `-o` adds a line of JSON for each scheme to a file. Needs root.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--timeout-seconds", type=float, default=300.0)
     parser.add_argument("--verbose", action="store_true", help="show what the replicas say")
+    parser.add_argument("-o", "--output", type=Path, help="add what was measured to this file, a line of JSON a scheme")
     options = parser.parse_args()
     options.elements = int(options.megabytes * 1e6) // 2 // 4096 * 4096
     payload, rate = 2 * options.elements, options.megabits * 1e6 / 8
@@ -142,6 +143,22 @@ def main() -> None:
                     f"  |  CPU s a round: replicas {clients:.1f}, server {used / len(rounds):.1f}",
                     flush=True,
                 )
+                if options.output is not None:
+                    measured = {
+                        "scheme": scheme,
+                        "codec": codec or "bfloat16",
+                        "replicas": options.replicas,
+                        "elements": options.elements,
+                        "chunk_elements": options.chunk_elements,
+                        "megabits": options.megabits,
+                        "goodput": carried / rate,
+                        "seconds": [round(seconds_of(results), 3) for results in rounds],
+                        "sent": [result["sent"] for result in best],
+                        "received": [result["received"] for result in best],
+                        "cpu_seconds": {"replicas": round(clients, 2), "server": round(used / len(rounds), 2)},
+                    }
+                    with options.output.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(measured) + "\n")
                 if options.verbose and "phases" in best[0]:
                     for result in best:
                         print({k: result[k] for k in ("phases", "waited", "requests", "peak_bytes")})

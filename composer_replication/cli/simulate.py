@@ -17,12 +17,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from composer_replication.cli.simulate_time import read_machines, tell_time
 from composer_replication.cli.text import byte_count, duration
-from composer_replication.collective.object_store.costs import Link
 from composer_replication.diloco.summary import RoundSummary
 from composer_replication.errors import RecipeError
 from composer_replication.recipe import Recipe, load_recipe, to_yaml
-from composer_replication.simulation import Machines, SimulatedRun, simulate, timeline
+from composer_replication.simulation import SimulatedRun, simulate, timeline
 
 __all__ = ["simulate_command"]
 
@@ -33,7 +33,7 @@ def simulate_command(args: argparse.Namespace) -> int:
         if args.replicas < 1:
             raise ValueError(f"--replicas must be at least 1, got {args.replicas}")
         recipe = replace(recipe, fleet=replace(recipe.fleet, replicas=args.replicas))
-    machines = _machines(args)
+    machines = read_machines(args)
     if machines is not None:  # what is wrong with them is said before anything is trained
         timeline((), machines, replicas=recipe.fleet.replicas, elements=1, codec=recipe.codec)
     kept = _read(args.output) if args.output else {}
@@ -55,7 +55,7 @@ def simulate_command(args: argparse.Namespace) -> int:
         return 0
     _tell(recipe, runs)
     if machines is not None:
-        _tell_time(recipe, runs[0], machines)
+        tell_time(recipe, runs[0], machines)
     return 0
 
 
@@ -174,38 +174,3 @@ def _tell(recipe: Recipe, runs: Sequence[Mapping[str, Any]]) -> None:
     if len(runs) > 1:
         losses = [run["validation_loss"] for run in runs]
         print(f"validation loss {mean(losses):.4f} ± {stdev(losses):.4f} over {len(runs)} seeds")
-
-
-def _tell_time(recipe: Recipe, run: Mapping[str, Any], machines: Machines) -> None:
-    replicas = recipe.fleet.replicas
-    intervals = [one["steps"] for one in run["rounds"]]
-    rounds = timeline(intervals, machines, replicas=replicas, elements=run["elements"], codec=recipe.codec)
-    whole = rounds[-1].ends
-    exchange = sum(one.exchange for one in rounds)
-    print(f"\non these machines {duration(whole)}, of which {exchange / whole:.1%} exchanging ({len(rounds)} rounds)")
-    print(f"{'replica':>8}  {'trains':>12}  {'waits':>12}  {'utilisation':>11}")
-    for replica in range(replicas):
-        train, wait = sum(one.train[replica] for one in rounds), sum(one.wait[replica] for one in rounds)
-        print(f"{replica:>8}  {duration(train):>12}  {duration(wait):>12}  {train / whole:>11.1%}")
-
-
-def _machines(args: argparse.Namespace) -> Machines | None:
-    if args.step_seconds is None:
-        if args.slower:
-            raise ValueError("--slower needs --step-seconds: how long does a step take on the others?")
-        return None
-    slower: dict[int, float] = {}
-    for word in args.slower:
-        replica, _, factor = word.partition("=")
-        try:
-            slower[int(replica)] = float(factor)
-        except ValueError as error:
-            raise ValueError(f"--slower {word}: write it like 3=1.5, replica 3 takes 1.5 times as long") from error
-    if not args.latency >= 0:
-        raise ValueError(f"--latency must be 0 or more, got {args.latency}")
-    rate = args.bandwidth * 1e6 / 8
-    return Machines(
-        step_seconds=args.step_seconds,
-        link=Link(up=rate, down=rate, request_seconds=args.latency / 1000),
-        slower=slower,
-    )
