@@ -19,10 +19,11 @@ from typing import Any
 
 from composer_replication.cli.simulate_time import read_machines, tell_time
 from composer_replication.cli.text import byte_count, duration
+from composer_replication.diloco.round_record import RECORD_VERSION, record_of
 from composer_replication.diloco.summary import RoundSummary
 from composer_replication.errors import RecipeError
 from composer_replication.recipe import Recipe, load_recipe, to_yaml
-from composer_replication.simulation import SimulatedRun, simulate, timeline
+from composer_replication.simulation import run_record, simulate, timeline
 
 __all__ = ["simulate_command"]
 
@@ -71,7 +72,8 @@ def _run(recipe: Recipe, seed: int, settings: Mapping[str, Any], *, quiet: bool)
             return
         spent = time.monotonic() - began
         left = spent * (steps - closed.position) / max(1, closed.position)
-        words = f"seed {seed}: round {closed.round}, step {closed.position} of {steps}, loss {_loss(closed):.3f}"
+        loss = _number(record_of(closed).loss)
+        words = f"seed {seed}: round {closed.round}, step {closed.position} of {steps}, loss {loss:.3f}"
         over = closed.position >= steps
         words += f", {duration(spent)}" if over else f", about {duration(left)} left"
         if sys.stdout.isatty():  # one line that changes
@@ -80,57 +82,18 @@ def _run(recipe: Recipe, seed: int, settings: Mapping[str, Any], *, quiet: bool)
             print(words, flush=True)
 
     run = simulate(recipe, seed=seed, told=told)
-    return {**settings, **_record(run), "seconds": round(time.monotonic() - began, 1)}
-
-
-def _loss(closed: RoundSummary) -> float:
-    losses = [values["loss"] for values in closed.member_metrics.values() if "loss" in values]
-    return mean(losses) if losses else math.nan
+    return {**settings, **run_record(recipe, run, name=recipe.name, seconds=time.monotonic() - began)}
 
 
 def _settings(recipe: Recipe, seed: int) -> dict[str, Any]:
     """What tells one run from another: the recipe without what doesn't touch the numbers."""
     plain = replace(recipe, training=replace(recipe.training, seed=seed), output=None, name="run")
     digest = hashlib.sha256(to_yaml(plain).encode()).hexdigest()[:16]
-    return {"version": 1, "recipe": digest, "replicas": recipe.fleet.replicas, "seed": seed}
+    return {"version": RECORD_VERSION, "recipe": digest, "replicas": recipe.fleet.replicas, "seed": seed}
 
 
 def _key(values: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(values.get(name) for name in ("version", "recipe", "replicas", "seed"))
-
-
-def _record(run: SimulatedRun) -> dict[str, Any]:
-    return {
-        "policy": run.policy,
-        "steps": run.steps,
-        "elements": run.elements,
-        "validation_loss": run.validation_loss,
-        "digest": run.digest,
-        "bytes_sent": run.bytes_sent,
-        "rounds": [
-            {
-                "round": one.round,
-                "steps": one.steps,
-                "position": one.position,
-                "horizon": one.horizon,
-                "loss": _finite(_loss(one)),
-                "drift": _finite(one.drift),
-                "coherence": _finite(one.coherence),
-                "rho": one.rho,
-                "momentum": one.momentum,
-                "outer_lr": one.outer_lr,
-                "assessment": one.assessment,
-                "action": one.action,
-                "phase": one.phase,
-                "bytes_sent": one.bytes_sent,
-            }
-            for one in run.rounds
-        ],
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 # -- what is kept ----------------------------------------------------------------------------------------------------
@@ -146,7 +109,7 @@ def _read(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
             values = json.loads(line)
         except ValueError as error:
             raise RecipeError(f"{path}, line {number}, isn't JSON: give another file with -o") from error
-        if not isinstance(values, dict) or values.get("version") != 1:
+        if not isinstance(values, dict) or values.get("version") != RECORD_VERSION:
             raise RecipeError(f"{path}, line {number}, isn't a run of this version: give another file with -o")
         found[_key(values)] = values
     return found
@@ -165,12 +128,16 @@ def _tell(recipe: Recipe, runs: Sequence[Mapping[str, Any]]) -> None:
     print(f"\n{recipe.fleet.replicas} replicas, {recipe.training.steps} steps each, policy {recipe.autoloco.policy}")
     print(f"{'seed':>6}  {'rounds':>6}  {'of fixed':>8}  {'loss':>7}  {'validation':>10}  {'sent each':>10}  digest")
     for run in runs:
-        rounds, sent = len(run["rounds"]), byte_count(run["bytes_sent"])
-        loss = run["rounds"][-1]["loss"]
+        rounds, result = len(run["rounds"]), run["result"]
         print(
-            f"{run['seed']:>6}  {rounds:>6}  {rounds / fixed:>8.0%}  {loss if loss is not None else math.nan:>7.4f}"
-            f"  {run['validation_loss']:>10.4f}  {sent:>10}  {run['digest'][:12]}"
+            f"{run['seed']:>6}  {rounds:>6}  {rounds / fixed:>8.0%}  {_number(run['rounds'][-1]['loss']):>7.4f}"
+            f"  {_number(result['validation_loss']):>10.4f}  {byte_count(result['bytes_sent']):>10}"
+            f"  {result['digest'][:12]}"
         )
     if len(runs) > 1:
-        losses = [run["validation_loss"] for run in runs]
+        losses = [_number(run["result"]["validation_loss"]) for run in runs]
         print(f"validation loss {mean(losses):.4f} ± {stdev(losses):.4f} over {len(runs)} seeds")
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

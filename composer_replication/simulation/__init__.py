@@ -1,11 +1,24 @@
 """A fleet of a recipe in one process, with the very loop, controller and codecs of a real one.
 
-`fleet.py` trains it; `timing.py` says how long it would have taken on given machines and links.
+`fleet.py` trains it, `data_parallel.py` the same without replicas; `timing.py` says how long it would have taken on
+given machines and links.
 """
 
 from __future__ import annotations
 
-from composer_replication.simulation.fleet import SimulatedRun, simulate
+from composer_replication.simulation.data_parallel import DataParallelRun, simulate_data_parallel
+from composer_replication.simulation.fleet import Disturbance, SimulatedRun, simulate
+from composer_replication.simulation.record import run_record
 from composer_replication.simulation.timing import Machines, RoundTime, timeline
 
-__all__ = ["Machines", "RoundTime", "SimulatedRun", "simulate", "timeline"]
+__all__ = [
+    "DataParallelRun",
+    "Disturbance",
+    "Machines",
+    "RoundTime",
+    "SimulatedRun",
+    "run_record",
+    "simulate",
+    "simulate_data_parallel",
+    "timeline",
+]

@@ -7,10 +7,11 @@ codecs. What isn't simulated is time (see `timing.py`) and failure.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +34,21 @@ from composer_replication.recipe import Recipe, outer_config, policy_of
 from composer_replication.recipe.settings import guards_of
 from composer_replication.tasks.next_token import logits_of, next_token_loss
 
-__all__ = ["SimulatedRun", "simulate"]
+__all__ = ["Disturbance", "SimulatedRun", "simulate"]
 
 Told = Callable[[RoundSummary], None]
+
+
+class Disturbance(Protocol):
+    """Something that happens to a fleet in the middle of a run, which no schedule announces."""
+
+    def batch(self, replica: int, step: int, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What `replica` trains on in inner step `step` (from 0) instead of `batch`."""
+        ...
+
+    def rate(self, replica: int, step: int) -> float:
+        """By what the learning rate of that step is multiplied; 1.0 leaves it alone."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,20 +79,25 @@ class _Shared(nn.Module):
 
 
 def simulate(
-    recipe: Recipe, *, replicas: int | None = None, seed: int | None = None, told: Told | None = None
+    recipe: Recipe,
+    *,
+    replicas: int | None = None,
+    seed: int | None = None,
+    told: Told | None = None,
+    disturbance: Disturbance | None = None,
 ) -> SimulatedRun:
     """Train the recipe's fleet to its end in this process, on the CPU.
 
     `replicas` and `seed` go over the recipe's. `told` is called with each round as replica 0 closes it. Raises
     RecipeError for what can't be simulated, and whatever rounds raise.
     """
-    count = recipe.fleet.replicas if replicas is None else replicas
-    start = recipe.training.seed if seed is None else seed
-    recipe = replace(recipe, training=replace(recipe.training, seed=start), fleet=replace(recipe.fleet, replicas=count))
-    _check(recipe)
-    data = build_data(recipe)
-    fleet = InProcessFleet(count, codec=recipe.codec, timeout_seconds=3600.0, guards=guards_of(recipe))
-    members = [_Replica(recipe, index, data, one, told) for index, one in enumerate(fleet.collectives())]
+    recipe = as_simulated(recipe, replicas, seed)
+    count, data = recipe.fleet.replicas, build_data(recipe)
+    fleet = InProcessFleet(count, codec=recipe.codec, timeout_seconds=86400.0, guards=guards_of(recipe))
+    turn = threading.Lock()
+    members = [
+        _Replica(recipe, index, data, one, turn, told, disturbance) for index, one in enumerate(fleet.collectives())
+    ]
     _check_repeatable(members[0])
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(member.train) for member in members]
@@ -92,7 +110,7 @@ def simulate(
     assert len(digests) == 1, "replicas ended with different weights"
     return SimulatedRun(
         replicas=count,
-        seed=start,
+        seed=recipe.training.seed,
         policy=recipe.autoloco.policy,
         steps=recipe.training.steps,
         rounds=tuple(first.rounds),
@@ -102,7 +120,12 @@ def simulate(
     )
 
 
-def _check(recipe: Recipe) -> None:
+def as_simulated(recipe: Recipe, replicas: int | None, seed: int | None) -> Recipe:
+    """The recipe with these put over it. Raises RecipeError for what can't be simulated."""
+    if replicas is not None:
+        recipe = replace(recipe, fleet=replace(recipe.fleet, replicas=replicas))
+    if seed is not None:
+        recipe = replace(recipe, training=replace(recipe.training, seed=seed))
     if recipe.model.name is None or recipe.data.name is None:
         raise RecipeError("simulate takes built-in models and data (model.name, data.name); launch takes your own")
     if recipe.training.precision != "32-true":
@@ -111,11 +134,12 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError("training.trainer_args: simulate has no Trainer that could take them: leave them out")
     if recipe.fleet.failure_policy != "strict":
         raise RecipeError("fleet.failure_policy: nothing fails in a simulation: leave it at strict")
+    return recipe
 
 
 def _check_repeatable(member: _Replica) -> None:
     """Replicas are threads, and threads draw from one generator: what a model draws would depend on who comes first."""
-    model, batch = copy.deepcopy(member.model), next(member.batches())
+    model, batch = copy.deepcopy(member.model), next(shard_of(member.recipe, member.data, member.index))
     before = torch.get_rng_state()
     with torch.no_grad():
         logits_of(model, batch)
@@ -127,8 +151,18 @@ def _check_repeatable(member: _Replica) -> None:
 
 
 class _Replica:
+    """One member of the fleet. Replicas train an interval in turn, as threads that all compute at once hinder one
+    another; they meet at the rounds."""
+
     def __init__(
-        self, recipe: Recipe, index: int, data: Any, collective: InProcessCollective, told: Told | None
+        self,
+        recipe: Recipe,
+        index: int,
+        data: Any,
+        collective: InProcessCollective,
+        turn: threading.Lock,
+        told: Told | None,
+        disturbance: Disturbance | None,
     ) -> None:
         self.recipe, self.index, self.data = recipe, index, data
         torch.manual_seed(recipe.training.seed)  # as in a process of its own
@@ -137,6 +171,7 @@ class _Replica:
         self.scheduler = scheduler_maker(recipe)(self.optimizer)
         self.rounds: list[RoundSummary] = []
         self.digest = ""
+        self._turn, self._disturbance = turn, disturbance
         self._told = told if index == 0 else None
         self._previewer = Previewer(self.optimizer, [Scheduled(scheduler=self.scheduler)])
         section = recipe.autoloco
@@ -147,6 +182,7 @@ class _Replica:
             outer=outer_config(recipe),
             buffers=section.buffers,  # type: ignore[arg-type]  # checked with the recipe
             weighting=section.weighting,  # type: ignore[arg-type]
+            tell_times=False,  # replicas are threads, which keep one another waiting
         )
 
     def train(self) -> None:
@@ -156,36 +192,44 @@ class _Replica:
             self.loop.close()
 
     def _train(self) -> None:
-        settings, batches, weights = self.recipe.training, self.batches(), group_weights(self.optimizer)
-        interval, tokens = Interval(), 0
+        steps, batches = self.recipe.training.steps, shard_of(self.recipe, self.data, self.index)
+        interval, done = Interval(), 0
         self.loop.start(self._preview(0))
-        for done in range(1, settings.steps + 1):
-            self.optimizer.zero_grad()
-            for _ in range(settings.accumulate):
-                batch = next(batches)
-                loss = next_token_loss(logits_of(self.model, batch), batch["labels"])
-                (loss / settings.accumulate).backward()
-                interval.batch(loss)
-                tokens += batch["input_ids"].numel()
-            if settings.gradient_clip is not None:
-                # In the optimizer's order, as a Trainer does: the norm's last bits depend on it.
-                own = [p for group in self.optimizer.param_groups for p in group["params"]]
-                nn.utils.clip_grad_norm_(own, settings.gradient_clip)
-            self.loop.before_step()
-            self.optimizer.step()
-            rate = mean_rate(self.optimizer.param_groups, weights)
-            self.loop.step_done(rate, tokens=tokens)
-            self.scheduler.step()
-            tokens = 0
-            if done == settings.steps or self.loop.due:
-                told = interval.metrics(None)
+        while done < steps:
+            with self._turn:
+                while done < steps and not self.loop.due:
+                    self._step(done, batches, interval)
+                    done += 1
+                told = {"loss": loss} if (loss := interval.metrics(None).get("loss")) is not None else {}
                 interval.reset()
-                self._close(done, told, last=done == settings.steps)
+                preview = self._preview(done)
+            self._closed(self.loop.close_interval(preview, leaving=done == steps, metrics=told))
+        self.digest = self.loop.finish(self._preview(done)).digest
 
-    def _close(self, done: int, told: dict[str, float], *, last: bool) -> None:
-        self._closed(self.loop.close_interval(self._preview(done), leaving=last, metrics=told))
-        if last:
-            self.digest = self.loop.finish(self._preview(done)).digest
+    def _step(self, done: int, batches: Iterator[Mapping[str, Tensor]], interval: Interval) -> None:
+        settings, tokens, disturbance = self.recipe.training, 0, self._disturbance
+        self.optimizer.zero_grad()
+        for _ in range(settings.accumulate):
+            batch = next(batches)
+            if disturbance is not None:
+                batch = disturbance.batch(self.index, done, batch)
+            loss = next_token_loss(logits_of(self.model, batch), batch["labels"])
+            (loss / settings.accumulate).backward()
+            interval.batch(loss)
+            tokens += batch["input_ids"].numel()
+        clip_gradients(self.recipe, self.optimizer)
+        self.loop.before_step()
+        groups = self.optimizer.param_groups
+        scheduled = [group["lr"] for group in groups]
+        if disturbance is not None:
+            for group in groups:
+                group["lr"] = group["lr"] * disturbance.rate(self.index, done)
+        self.optimizer.step()
+        rate = mean_rate(groups, group_weights(self.optimizer))
+        for group, lr in zip(groups, scheduled, strict=True):
+            group["lr"] = lr
+        self.loop.step_done(rate, tokens=tokens)
+        self.scheduler.step()
 
     def _closed(self, summary: RoundSummary) -> None:
         self.rounds.append(summary)
@@ -196,23 +240,36 @@ class _Replica:
         remaining = self.recipe.training.steps - done
         return self._previewer.take(LoopPosition(batch=done), grid=self.loop.grid, remaining=remaining).preview
 
-    def batches(self) -> Iterator[dict[str, Tensor]]:
-        """This replica's shard, epoch by epoch, in the order in which a Trainer's sampler gives it."""
-        fleet, seed = self.recipe.fleet.replicas, self.recipe.training.seed
-        sampler: Any = DistributedSampler(self.data.train, fleet, self.index, shuffle=True, seed=seed)
-        loader: Any = DataLoader(self.data.train, self.data.batch_size, sampler=sampler, drop_last=True)
-        epoch = 0
-        while True:
-            sampler.set_epoch(epoch)
-            yield from loader
-            epoch += 1
-
-    @torch.no_grad()
     def validation_loss(self) -> float:
-        self.model.eval()
-        total, windows = 0.0, 0
-        for batch in self.data.val_dataloader():
-            size = batch["input_ids"].shape[0]
-            total += float(next_token_loss(logits_of(self.model, batch), batch["labels"])) * size
-            windows += size
-        return total / windows
+        return validation_loss(self.model, self.data)
+
+
+def shard_of(recipe: Recipe, data: Any, index: int) -> Iterator[Mapping[str, Tensor]]:
+    """A replica's batches, epoch by epoch, in the order in which a Trainer's sampler gives them."""
+    fleet, seed = recipe.fleet.replicas, recipe.training.seed
+    sampler: Any = DistributedSampler(data.train, fleet, index, shuffle=True, seed=seed)
+    loader: Any = DataLoader(data.train, data.batch_size, sampler=sampler, drop_last=True)
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+
+def clip_gradients(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+    if recipe.training.gradient_clip is not None:
+        # In the optimizer's order, as a Trainer does: the norm's last bits depend on it.
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(own, recipe.training.gradient_clip)
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, data: Any) -> float:
+    """Mean over all validation windows, in nats per label."""
+    model.eval()
+    total, windows = 0.0, 0
+    for batch in data.val_dataloader():
+        size = batch["input_ids"].shape[0]
+        total += float(next_token_loss(logits_of(model, batch), batch["labels"])) * size
+        windows += size
+    return total / windows

@@ -44,8 +44,8 @@ def test_another_recipe_is_another_run(tmp_path: Path, capsys: pytest.CaptureFix
     for codec in ("int8", "float32"):
         assert main(["simulate", RECIPE, *SMALL, f"codec={codec}", "-o", str(kept), "--json"]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(kept.read_text().splitlines()) == 2 and printed[0]["digest"] != printed[1]["digest"]
-    assert printed[0]["bytes_sent"] < printed[1]["bytes_sent"]
+    assert len(kept.read_text().splitlines()) == 2 and printed[0]["result"]["digest"] != printed[1]["result"]["digest"]
+    assert printed[0]["result"]["bytes_sent"] < printed[1]["result"]["bytes_sent"]
 
 
 @pytest.mark.parametrize(
