@@ -27,6 +27,7 @@ from composer_replication.diloco.ranks.channel import Ranks
 from composer_replication.diloco.ranks.loop import FollowingLoop, make_loop
 from composer_replication.diloco.repair import repair_optimizer_state
 from composer_replication.diloco.summary import FinalSummary, RoundSummary
+from composer_replication.diloco.told import of_before
 from composer_replication.errors import FleetMismatch
 from composer_replication.preview import RatePreview
 
@@ -209,9 +210,7 @@ class Driver(ABC):
             self._compare_first_batches(summary, self._first_batch)
             self._first_batch = None
         own = summary.member_metrics.get(self.options.identity.replica, told)
-        metrics = {
-            f"autoloco/{name}": v for name, v in own.items() if name not in _ABOUT_DATA and not name.startswith("last_")
-        }
+        metrics = {f"autoloco/{name}": v for name, v in own.items() if name not in _ABOUT_DATA and not of_before(name)}
         metrics |= {**summary.metrics(), "autoloco/rates_exact": float(self.exact_rates)}
         self._shown = {name: told[name] for name in ("loss", "tokens_per_second") if name in told}
         self._shown["wait_seconds"] = summary.wait_seconds

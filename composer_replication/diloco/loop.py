@@ -29,6 +29,7 @@ from composer_replication.collective.layout import DEFAULT_CHUNK_ELEMENTS, Layou
 from composer_replication.diloco.held import Held
 from composer_replication.diloco.summary import FinalSummary, RoundSummary, StartSummary
 from composer_replication.diloco.tensors import SharedTensors
+from composer_replication.diloco.told import TIMES, IntervalClock, told_of
 from composer_replication.errors import Diverged, FleetMismatch, RoundError
 
 __all__ = ["OuterLoop"]
@@ -52,6 +53,7 @@ class OuterLoop:
             "local" leaves them to each replica.
         weighting: "equal", or "tokens": a replica's share in the mean is its share of the interval's tokens.
         settings: further plain values that must be equal on all replicas.
+        tell_times: whether this replica's reports say how long it trained and waited; not where it is simulated.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class OuterLoop:
         settings: Mapping[str, Any] | None = None,
         chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
         clock: Callable[[], float] = time.monotonic,
+        tell_times: bool = True,
     ) -> None:
         if buffers not in ("average", "local"):
             raise ValueError(f"buffers must be 'average' or 'local', got {buffers!r}")
@@ -78,6 +81,8 @@ class OuterLoop:
         self._momentum = self._outer.momentum or 0.0
         self._weighting = weighting
         self._clock = clock
+        self._interval_clock = IntervalClock(clock)
+        self._hidden: frozenset[str] = frozenset() if tell_times else TIMES
         self._tensors = SharedTensors(
             model,
             device=outer_device,
@@ -108,7 +113,8 @@ class OuterLoop:
         self._waited = 0.0
         self._sent = 0
         self._received = 0
-        self._last: RoundSummary | None = None  # the last round, as seen here
+        self._told: dict[str, float] = {}  # of the last round, for the next report
+        self._told_last: dict[str, float] = {}  # of the last one that this replica took part in, for its result
 
     def _hold(self, name: str, tensor: Tensor) -> Held:
         """How this process holds a tensor of the model."""
@@ -187,6 +193,10 @@ class OuterLoop:
             self.left = False  # it had left a fleet before this one
         if not resumed or self._collective.overtaken:
             self._catch_up()
+        if self.steps == 0:
+            self._interval_clock.begin()
+        else:  # in the middle of an interval
+            self._interval_clock.go_on()
         # A resumed replica has trained all that it had behind it; whatever the fleet did beyond is forwarded.
         return StartSummary(
             round=self.round, position=self.position, resumed=resumed, fast_forward=self.position - position
@@ -233,6 +243,7 @@ class OuterLoop:
         time in a row.
         """
         began = self._clock()
+        self._interval_clock.end()
         layout = self._tensors.interval_layout()
         leaving = leaving or preview.remaining == 0
         report = self._report(layout, preview, leaving, metrics or {})
@@ -247,6 +258,7 @@ class OuterLoop:
             self.left = counted.leaving  # it may be what an earlier life has said, and that binds
         elif not self.ended:
             summary = dataclasses.replace(summary, fast_forward=summary.fast_forward + self._catch_up())
+        self._interval_clock.begin()
         return dataclasses.replace(summary, next_plan=self.plan, ended=self.ended)
 
     def finish(self, preview: Preview, *, metrics: Mapping[str, float] | None = None) -> FinalSummary:
@@ -271,7 +283,8 @@ class OuterLoop:
             bytes_received=self._received,
             intervals_lost=self.intervals_lost,
         )
-        self._collective.finish(self._digest, {**dataclasses.asdict(final), "metrics": dict(metrics or {})})
+        result = {**dataclasses.asdict(final), "metrics": dict(metrics or {}), "last": self._shown(self._told_last)}
+        self._collective.finish(self._digest, result)
         return final
 
     def shared_weights(self) -> AbstractContextManager[None]:
@@ -297,7 +310,13 @@ class OuterLoop:
             "shared": self._state_text(),
             "digest": self._digest,
             "trained": [slot.name for slot in self._tensors.interval_layout().slots],
-            "interval": {"steps": self.steps, "tokens": self._tokens, "mass": self._mass},
+            "interval": {
+                "steps": self.steps,
+                "tokens": self._tokens,
+                "mass": self._mass,
+                "seconds": self._interval_clock.seconds,
+                "told": dict(self._told),
+            },
             "totals": {
                 "intervals_lost": self.intervals_lost,
                 "wait_seconds": self._waited,
@@ -354,6 +373,9 @@ class OuterLoop:
             raise Diverged(f"replica {self.replica}: the checkpoint's outer state doesn't match its own digest")
         interval, totals = state["interval"], state["totals"]
         self.steps, self._tokens, self._mass = interval["steps"], interval["tokens"], interval["mass"]
+        self._interval_clock.end(interval.get("seconds", 0.0))  # older checkpoints have neither
+        self._told = dict(interval.get("told", {}))
+        self._told_last = {"round": self.round - 1.0, **self._told} if self._told else {}
         self.intervals_lost, self._waited = totals["intervals_lost"], totals["wait_seconds"]
         self._sent, self._received = totals["bytes_sent"], totals["bytes_received"]
         self.left, self.ended = state["left"], state["ended"]
@@ -424,6 +446,7 @@ class OuterLoop:
         else:
             # A replica that leaves in the middle of an interval counts for the part that it trained.
             weight = min(self.steps / self.plan.steps, 1.0) if self.plan.steps else 1.0
+        told = self._shown({**self._told, "train_seconds": self._interval_clock.seconds})
         return Report(
             replica=self.replica,
             steps=self.steps,
@@ -438,28 +461,11 @@ class OuterLoop:
             base=self._digest,
             layout=layout.fingerprint,
             weight=weight,
-            metrics={str(name)[:100]: float(value) for name, value in (*self._told().items(), *metrics.items())},
+            metrics={str(name)[:100]: float(value) for name, value in (*told.items(), *metrics.items())},
         )
 
-    def _told(self) -> dict[str, float]:
-        """Of the round before, for people: what of it isn't in its own roster, which was written before it closed.
-
-        The fleet's records keep it with this round's report.
-        """
-        last = self._last
-        if last is None:
-            return {}
-        told = {
-            "last_drift": last.drift,
-            "last_mean_square_norm": last.mean_square_norm,
-            "last_wait_seconds": last.wait_seconds,
-            "last_exchange_seconds": last.exchange_seconds,
-            "last_bytes_sent": float(last.bytes_sent),
-            "last_bytes_received": float(last.bytes_received),
-        }
-        if last.straggler is not None:
-            told |= {"straggler": float(last.straggler[0]), "straggler_seconds": last.straggler[1]}
-        return {name: value for name, value in told.items() if math.isfinite(value)}
+    def _shown(self, told: Mapping[str, float]) -> dict[str, float]:
+        return {name: value for name, value in told.items() if name not in self._hidden}
 
     def _apply(
         self, outcome: RoundOutcome, layout: Layout, own: Report | None, *, own_steps: int, began: float
@@ -522,7 +528,7 @@ class OuterLoop:
         phases["checkpoint"] = self._clock() - saving
         reports = (*outcome.members, *outcome.others)
         tokens = [r.tokens for r in outcome.members]
-        self._last = RoundSummary(
+        summary = RoundSummary(
             round=outcome.round,
             included=included,
             members=tuple(r.replica for r in outcome.members),
@@ -554,7 +560,10 @@ class OuterLoop:
             member_metrics={r.replica: r.metrics for r in reports},
             observation=observation,
         )
-        return self._last
+        self._told = told_of(summary)
+        if own is not None:
+            self._told_last = {"round": float(outcome.round), **self._told}
+        return summary
 
     def _outliers(self, outcome: RoundOutcome) -> dict[int, str]:
         """Whose norms stuck out, averaged or not; each is logged."""
