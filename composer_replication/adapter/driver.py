@@ -85,6 +85,7 @@ class Driver(ABC):
         self.skipped = 0  # inner steps of the fleet that this replica never took
         self.exact_rates = True
         self._tokens: int | None = 0  # of the present interval
+        self._fleet_tokens: tuple[int, int] | None = (0, 0)  # all rounds so far, and their tokens, if none was missed
         self._first_batch: float | None = None
         self._look_at_first_batch = options.identity.replicas > 1
         self._counting = True
@@ -99,6 +100,7 @@ class Driver(ABC):
             saved = own_part(saved, self.ranks)
             self.loop.load_state_dict(saved["loop"])
             self.skipped, self._counting = saved["skipped"], saved["counting"]
+            self._fleet_tokens = saved.get("fleet_tokens")  # older checkpoints have none
             self._tokens = saved["loop"]["interval"]["tokens"]
             self._look_at_first_batch = False
         self.check_data(resumed=saved is not None)
@@ -212,6 +214,8 @@ class Driver(ABC):
         own = summary.member_metrics.get(self.options.identity.replica, told)
         metrics = {f"autoloco/{name}": v for name, v in own.items() if name not in _ABOUT_DATA and not of_before(name)}
         metrics |= {**summary.metrics(), "autoloco/rates_exact": float(self.exact_rates)}
+        if (tokens := self._tokens_up_to(summary)) is not None:
+            metrics["autoloco/tokens"] = float(tokens)
         self._shown = {name: told[name] for name in ("loss", "tokens_per_second") if name in told}
         self._shown["wait_seconds"] = summary.wait_seconds
         self._interval.reset()
@@ -221,6 +225,15 @@ class Driver(ABC):
             self.stop_training()
         self._closed(summary, metrics)
         self.publish("training")
+
+    def _tokens_up_to(self, summary: RoundSummary) -> int | None:
+        """Of the whole fleet since the run began; None to a replica that hasn't seen every round of it."""
+        before = self._fleet_tokens
+        if before is None or summary.tokens is None or summary.round != before[0]:
+            self._fleet_tokens = None
+            return None
+        self._fleet_tokens = (before[0] + 1, before[1] + summary.tokens)
+        return self._fleet_tokens[1]
 
     def leave(self) -> FinalSummary:
         """Put in what is left of the interval, and follow the others to the end of the run."""
@@ -270,6 +283,7 @@ class Driver(ABC):
         loop = self.loop.state_dict()
         own = {"loss": self._interval.state(), "tokens": self.steps.tokens.waiting(), **self.more_state()}
         state = {"loop": loop, "skipped": self.skipped, "counting": self._counting, **own}
+        state["fleet_tokens"] = self._fleet_tokens
         if self.ranks is not None:
             state["ranks"] = self.ranks.gather(_on_cpu({**own, "interval_tokens": loop["interval"]["tokens"]}))
         return state

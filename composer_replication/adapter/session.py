@@ -45,6 +45,10 @@ class Session(Generic[D]):
         return self.fit if self.fit is not None and self.final is None and not self._abandoned else None
 
     @property
+    def skipped(self) -> int:
+        return self.fit.skipped if self.fit is not None else 0
+
+    @property
     def stashed_end(self) -> FinalSummary | None:
         """How the run of the loaded checkpoint ended, if it had."""
         if self.stash is None or not self.stash["fit_state"]["loop"]["ended"]:

@@ -14,7 +14,7 @@ from composer_replication.collective.object_store.requests import there
 from composer_replication.diloco.serverless.jobs.marks import PREFIX
 from composer_replication.diloco.serverless.replica_entrypoint import check_writable
 from composer_replication.errors import RecipeError, StoreError, StoreRefused, StoreUnavailable
-from composer_replication.recipe import Recipe
+from composer_replication.recipe import Recipe, with_group
 from composer_replication.recipe.schema import StoreSection
 from composer_replication.store import ObjectStore, open_store
 
@@ -88,7 +88,7 @@ def resumed(recipe: Recipe, store: ObjectStore | None) -> Recipe:
             )
         folder.mkdir(parents=True, exist_ok=True)
     uri = recipe.store.uri or (folder / "store").as_uri()
-    return replace(recipe, output=str(folder), store=replace(recipe.store, uri=uri))
+    return with_group(replace(recipe, output=str(folder), store=replace(recipe.store, uri=uri)))
 
 
 def short(path: Path) -> Path:

@@ -26,11 +26,13 @@ from composer_replication.adapter.data import shard_iterable
 from composer_replication.adapter.files import latest_checkpoint
 from composer_replication.adapter.tokens import count_tokens
 from composer_replication.composer.algorithm import AutoLoCo, AutoLoCoCallback
+from composer_replication.composer.csv_logger import CSVLogger
 from composer_replication.composer.data import replica_sampler
 
 __all__ = [
     "AutoLoCo",
     "AutoLoCoCallback",
+    "CSVLogger",
     "count_tokens",
     "latest_checkpoint",
     "replica_sampler",

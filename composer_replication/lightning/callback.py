@@ -174,6 +174,11 @@ class AutoLoCoCallback(pl.Callback):
         return self._session.final
 
     @property
+    def skipped(self) -> int:
+        """Inner steps of the fleet that this replica never took, in the present or last fit."""
+        return self._session.skipped
+
+    @property
     def loop(self) -> OuterLoop | FollowingLoop | None:
         """The outer loop of the present or last fit, or what mirrors it on the further ranks of a replica."""
         return self._session.fit.loop if self._session.fit is not None else None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from composer_replication.recipe.load import claim_folder, load_recipe, recipe_from, to_yaml
+from composer_replication.recipe.load import claim_folder, load_recipe, recipe_from, to_yaml, with_group
 from composer_replication.recipe.schema import (
     AutoLoCoSection,
     DataSection,
     ExecutorSection,
     FleetSection,
     GroupSection,
+    LoggingSection,
     ModelSection,
     OptimizerSection,
     Recipe,
@@ -24,6 +25,7 @@ __all__ = [
     "ExecutorSection",
     "FleetSection",
     "GroupSection",
+    "LoggingSection",
     "ModelSection",
     "OptimizerSection",
     "Recipe",
@@ -37,4 +39,5 @@ __all__ = [
     "policy_of",
     "recipe_from",
     "to_yaml",
+    "with_group",
 ]

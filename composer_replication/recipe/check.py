@@ -16,7 +16,10 @@ from composer_replication.recipe.schema import Recipe
 from composer_replication.recipe.settings import guards_of, outer_config, policy_of
 from composer_replication.store.signing_key import find_signing_key
 
-__all__ = ["check"]
+__all__ = ["LOGGERS", "check"]
+
+LOGGERS = ("csv", "tensorboard", "wandb", "mlflow")
+_TRAINERS_LOGGERS = ("logger", "loggers")  # Lightning's and Composer's own argument for them
 
 
 def check(recipe: Recipe, place: Place) -> None:
@@ -48,6 +51,13 @@ def check(recipe: Recipe, place: Place) -> None:
     one_of("autoloco.buffers", recipe.autoloco.buffers, ("average", "local"))
     one_of("autoloco.weighting", recipe.autoloco.weighting, ("equal", "tokens"))
     one_of("autoloco.validate_with", recipe.autoloco.validate_with, ("local", "shared"))
+    for index, logger in enumerate(recipe.logging.loggers):
+        one_of(f"logging.loggers.{index}", logger, LOGGERS)
+    if len(set(recipe.logging.loggers)) < len(recipe.logging.loggers):
+        refuse("logging.loggers", "different loggers")
+    given = [name for name in _TRAINERS_LOGGERS if name in recipe.training.trainer_args]
+    if recipe.logging.loggers and given:
+        problems.append(f"{place.of(f'training.trainer_args.{given[0]}')}: leave it or logging.loggers out")
     for name in ("model", "data"):
         section = getattr(recipe, name)
         if (section.name is None) == (section.class_ is None):

@@ -20,7 +20,7 @@ from composer_replication.recipe.credentials import refuse_credentials
 from composer_replication.recipe.messages import Place, nearest
 from composer_replication.recipe.schema import Recipe
 
-__all__ = ["claim_folder", "load_recipe", "recipe_from", "to_yaml"]
+__all__ = ["claim_folder", "load_recipe", "recipe_from", "to_yaml", "with_group"]
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -59,8 +59,8 @@ def recipe_from(text: str, overrides: Iterable[str] = (), *, file: str = "") -> 
         parts: list[dict[str, Any]] = []
         first, second = (_spelt_out(OmegaConf.to_container(part, resolve=False)) for part in (written, over))
         for plain in (first, _with_groups_of(first, second)):
+            refuse_credentials(plain, "", place)  # before a key like that is only called unknown
             _refuse_unknown(plain, Recipe, "", place)
-            refuse_credentials(plain, "", place)
             parts.append(_rename_class(plain))
         _count_replicas(parts, place)
         target = OmegaConf.structured(Recipe)
@@ -84,7 +84,8 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def claim_folder(recipe: Recipe) -> Recipe:
-    """Make the run's folder, `output` or the first free of `output-2`, `output-3`, ...; fill `output` and `store.uri`.
+    """Make the run's folder, `output` or the first free of `output-2`, `output-3`, ...; fill `output`, `store.uri` and
+    `logging.group`.
 
     Each launch therefore has a folder of its own, and two that start together don't meet.
     """
@@ -100,7 +101,14 @@ def claim_folder(recipe: Recipe) -> Recipe:
         except OSError as error:
             raise RecipeError(f"output: the folder {folder} can't be made: {error.strerror}") from error
     store = recipe.store if recipe.store.uri else replace(recipe.store, uri=(folder / "store").as_uri())
-    return replace(recipe, output=str(folder), store=store)
+    return with_group(replace(recipe, output=str(folder), store=store))
+
+
+def with_group(recipe: Recipe) -> Recipe:
+    """What all replicas of a run log under, wherever they are: if nothing else is said, its folder's name."""
+    if recipe.logging.group is not None or not recipe.logging.loggers:
+        return recipe
+    return replace(recipe, logging=replace(recipe.logging, group=Path(recipe.folder).name))
 
 
 def _omegaconf() -> tuple[Any, Any, Any]:

@@ -15,6 +15,7 @@ __all__ = [
     "ExecutorSection",
     "FleetSection",
     "GroupSection",
+    "LoggingSection",
     "ModelSection",
     "OptimizerSection",
     "Recipe",
@@ -163,6 +164,18 @@ class ExecutorSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoggingSection:
+    """The trainers' own loggers, one run for each replica, grouped by fleet (docs/logging.md). Keys stay outside."""
+
+    loggers: list[str] = field(default_factory=list)  # csv, tensorboard, wandb, mlflow
+    group: str | None = None  # of the run's replicas; null: its folder's name
+    project: str | None = None  # of W&B, and MLflow's experiment; null: composer-replication
+    entity: str | None = None  # W&B's team; null: one's own
+    tracking_uri: str | None = None  # MLflow's; null: MLFLOW_TRACKING_URI
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A whole run. `output` is its folder; launching again takes the next free number beside it."""
 
@@ -178,6 +191,7 @@ class Recipe:
     codec: str = "float32"  # bfloat16, int8
     fleet: FleetSection = field(default_factory=FleetSection)
     executor: ExecutorSection = field(default_factory=ExecutorSection)
+    logging: LoggingSection = field(default_factory=LoggingSection)
     output: str | None = None  # null: runs/<name>
 
     @property

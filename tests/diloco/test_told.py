@@ -40,7 +40,7 @@ def trained(*, tell_times: bool) -> tuple[list[Replica], Any]:
         return replica
 
     done = run_threads([lambda r=r, c=c: train(r, c) for r, c in zip(replicas, clocks, strict=True)])
-    return done, fleet.results()
+    return done, fleet.results
 
 
 def test_each_report_tells_its_interval_and_the_round_before() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composer_replication import tasks
+from composer_replication.diloco.serverless.loggers import check_loggers
 from composer_replication.errors import RecipeError
 from composer_replication.recipe.messages import nearest
 from composer_replication.recipe.schema import DataSection, ModelSection, Recipe
@@ -121,6 +122,8 @@ def check_components(recipe: Recipe) -> None:
         raise RecipeError(
             f"trainer: {recipe.trainer} isn't installed: pip install 'composer-replication[{recipe.trainer}]'"
         )
+    if "local" in ([group.executor for group in recipe.fleet.groups] or [recipe.executor.name]):
+        check_loggers(recipe)
     if recipe.data.name is not None and recipe.data.name not in tasks.LARGE:
         data = build_data(recipe)
     else:

@@ -15,6 +15,7 @@ import torch
 from composer import Callback, Trainer
 from composer.algorithms import GradientClipping
 from composer.core import Algorithm, DataSpec, State
+from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
 from composer.utils import reproducibility
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -26,6 +27,8 @@ from composer_replication.diloco.serverless.components import (
     optimizer_maker,
     scheduler_maker,
 )
+from composer_replication.diloco.serverless.composer_loggers import make_loggers
+from composer_replication.diloco.serverless.loggers import logged_settings
 from composer_replication.diloco.serverless.replica import FINAL, Journal, set_out
 from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
@@ -54,8 +57,11 @@ def train(recipe: Recipe, identity: Identity, uri: str, folder: Path) -> dict[st
     model, data = _model(recipe), build_data(recipe)
     loader, validation = _training_data(data, recipe, identity), _validation_data(data)
     rounds, journal, checkpoint = set_out(AutoLoCo, recipe, identity, uri, folder, step_schedulers_every_batch=True)
-    trainer = _trainer(recipe, identity, model, loader, validation, rounds, journal, checkpoint)
+    loggers = make_loggers(recipe, identity, folder, lambda: rounds.skipped) if recipe.logging.loggers else []
+    trainer = _trainer(recipe, identity, model, loader, validation, rounds, journal, checkpoint, loggers)
     try:
+        if loggers:
+            trainer.logger.log_hyperparameters(logged_settings(recipe, identity))
         if trainer.state.max_duration is None or trainer.state.timestamp < trainer.state.max_duration:
             trainer.fit()  # else this run has ended, and it was started again all the same
         _save(trainer.state, folder / FINAL)
@@ -138,6 +144,7 @@ def _trainer(
     rounds: AutoLoCo,
     journal: Journal,
     checkpoint: str | None,
+    loggers: list[LoggerDestination],
 ) -> Trainer:
     settings = recipe.training
     for name in sorted(_OURS.intersection(settings.trainer_args)):
@@ -155,6 +162,8 @@ def _trainer(
     if settings.gradient_clip is not None:
         algorithms.append(GradientClipping("norm", settings.gradient_clip))
     arguments: dict[str, Any] = {"progress_bar": False, "auto_log_hparams": False}
+    if loggers:
+        arguments["loggers"] = loggers
     if settings.validate_every is not None and validation is not None:
         arguments |= {"eval_dataloader": validation, "eval_interval": f"{settings.validate_every}ba"}
     if settings.accumulate > 1:

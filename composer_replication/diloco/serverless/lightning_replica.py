@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import Logger
 
 from composer_replication.diloco.serverless.components import (
     build_data,
@@ -21,6 +22,7 @@ from composer_replication.diloco.serverless.components import (
     optimizer_maker,
     scheduler_maker,
 )
+from composer_replication.diloco.serverless.lightning_loggers import finish, make_loggers
 from composer_replication.diloco.serverless.replica import FINAL, Journal, set_out
 from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
@@ -51,12 +53,15 @@ def train(recipe: Recipe, identity: Identity, uri: str, folder: Path) -> dict[st
     seed_everything(recipe.training.seed, workers=True, verbose=False)
     module, loaders, validation = _module(recipe), *_loaders(build_data(recipe))
     rounds, journal, checkpoint = set_out(AutoLoCoCallback, recipe, identity, uri, folder)
-    trainer = _trainer(recipe, folder, [rounds, _Logged(journal)])
+    loggers = make_loggers(recipe, identity, folder, lambda: rounds.skipped) if recipe.logging.loggers else []
+    trainer = _trainer(recipe, folder, [rounds, _Logged(journal)], loggers)
     # Our checkpoints hold tensors and plain values only; where Lightning lets us say so, nothing else is loaded.
     safe: dict[str, Any] = {"weights_only": True} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
     trainer.fit(module, **loaders, **(validation or {}), ckpt_path=checkpoint, **safe)
     trainer.save_checkpoint(folder / FINAL, weights_only=True)
-    return journal.complete(folder / FINAL, _validate(recipe, module, loaders, validation, folder))
+    measured = _validate(recipe, module, loaders, validation, folder)
+    finish(loggers, measured, trainer.global_step)
+    return journal.complete(folder / FINAL, measured)
 
 
 def _module(recipe: Recipe) -> LightningModule:
@@ -81,13 +86,13 @@ def _loaders(data: Any) -> tuple[dict[str, Any], Any]:
     return {"train_dataloaders": data}, None
 
 
-def _trainer(recipe: Recipe, folder: Path, callbacks: list[Callback]) -> Trainer:
+def _trainer(recipe: Recipe, folder: Path, callbacks: list[Callback], loggers: list[Logger]) -> Trainer:
     settings = recipe.training
     for name in settings.trainer_args:
         if name in _OURS:
             raise RecipeError(f"training.trainer_args.{name}: set by other keys of the recipe")
     arguments: dict[str, Any] = {
-        "logger": False,
+        "logger": loggers or False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "enable_checkpointing": False,

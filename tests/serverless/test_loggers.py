@@ -1,0 +1,198 @@
+"""A recipe's loggers, by their own libraries and offline: one run a replica, grouped, against the fleet's steps."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_replication.cli import main
+from composer_replication.diloco.serverless.loggers import LoggedRun, check_loggers, line_up
+from composer_replication.errors import RecipeError
+from composer_replication.isolate import Identity
+from composer_replication.recipe import claim_folder, recipe_from
+from tests.serverless.logged import Table, read_csv, read_mlflow, read_tensorboard, read_wandb
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # the trainers' advice on workers, batches and loaders
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # MLflow's on keeping runs in files
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the loggers' libraries about one another
+]
+
+RECIPE = """\
+name: logged
+model: {name: byte_gpt, args: {width: 16, layers: 1, heads: 2, context: 16}}
+data: {name: text_bytes, args: {context: 16, batch_size: 4, max_bytes: 20000, validation_bytes: 800}}
+training: {steps: 20, log_every: 5, accelerator: cpu}
+autoloco: {policy: fixed, base_horizon: 8}
+fleet: {replicas: 1}
+logging: {loggers: [csv, tensorboard, wandb, mlflow], project: paper, tags: {site: here}}
+"""
+NEEDED = ("tensorboard", "wandb", "mlflow")
+
+
+@pytest.fixture(params=["lightning", "composer"])
+def trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    for module in (request.param, *NEEDED):
+        if find_spec(module) is None:
+            pytest.skip(f"{module} isn't installed")
+    for name, value in {
+        "PL_GLOBAL_SEED": "1",  # Lightning leaves them behind
+        "PL_SEED_WORKERS": "1",
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri(),
+    }.items():
+        monkeypatch.setenv(name, value)
+    return request.param
+
+
+def tables(trainer: str, folder: Path, replica: int) -> dict[str, Table]:
+    """What each logger has, of one replica; says that runs are named and grouped as they should be."""
+    own = folder / f"replica-{replica}"
+    names = {"lightning": ("csv/version_0/metrics.csv", "tensorboard")}
+    path, events = names.get(trainer, ("csv/metrics.csv", f"tensorboard/logged-replica{replica}"))
+    run, wandb = read_wandb(own)
+    assert (run.run_group, run.job_type, run.display_name) == (folder.name, "replica", f"{folder.name}-r{replica}")
+    assert run.project == "paper" and "site=here" in run.tags
+    tags, params, mlflow = read_mlflow((folder.parent / "mlruns").as_uri(), "paper")[f"{folder.name}-r{replica}"]
+    assert tags["composer_replication.run"] == folder.name and tags["composer_replication.replica"] == str(replica)
+    assert tags["site"] == "here" and params["base_horizon"] == "8" and params["replica"] == str(replica)
+    found = {"csv": read_csv(own / path), "tensorboard": read_tensorboard(own / events)}
+    return {**found, "wandb": wandb, "mlflow": mlflow}
+
+
+def rounds_of(table: Table) -> dict[int, dict[str, float]]:
+    """In their order, with the step at which each is logged."""
+    return {
+        int(row["autoloco/round"]): {"at": at, **row} for at, row in sorted(table.items()) if "autoloco/round" in row
+    }
+
+
+def check_rounds(found: dict[str, Table], *, replicas: int) -> None:
+    for logger, table in found.items():
+        rounds = rounds_of(table)
+        assert sorted(rounds) == [0, 1, 2], logger
+        # A round is logged at the step of its last batch; Lightning counts steps from 0.
+        assert [row["autoloco/position"] - row["at"] in (0, 1) for row in rounds.values()] == [True] * 3, logger
+        assert [row["autoloco/interval_steps"] for row in rounds.values()] == [8, 8, 4], logger
+        for count, row in enumerate(rounds.values(), 1):
+            assert row["autoloco/train_seconds"] > 0 and row["autoloco/bytes_sent"] >= 0, logger
+            assert row["autoloco/tokens"] == replicas * 16 * 4 * min(8 * count, 20), logger
+            assert row["autoloco/loss"] == pytest.approx(rounds_of(found["csv"])[count - 1]["autoloco/loss"])
+        others = {name for row in table.values() for name in row if "loss" in name and "autoloco" not in name}
+        assert others, f"{logger} has the trainer's own loss too"
+
+
+def test_all_four_at_once(trainer: str, tmp_path: Path) -> None:
+    recipe = claim_folder(recipe_from(RECIPE, [f"trainer={trainer}", f"output={tmp_path / 'one'}"]))
+    assert recipe.logging.group == "one" and recipe.output is not None and recipe.store.uri is not None
+    folder = Path(recipe.output) / "replica-0"
+    folder.mkdir()
+    replica = import_module(f"composer_replication.diloco.serverless.{trainer}_replica")
+    replica.train(recipe, Identity(replica=0, replicas=1), recipe.store.uri, folder)
+    check_rounds(tables(trainer, tmp_path / "one", 0), replicas=1)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_launched_fleet_logs_under_one_group(trainer: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    output = tmp_path / "pair"
+    words = [f"trainer={trainer}", f"output={output}", "fleet.replicas=2", "training.threads=1"]
+    assert main(["launch", str(file), *words, "--plain"]) == 0
+    for replica in (0, 1):
+        check_rounds(tables(trainer, output, replica), replicas=2)
+
+
+# -- what needs no training --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{loggers: [wandv]}", "logging.loggers.0 must be one of csv, tensorboard, wandb, mlflow, not 'wandv'"),
+        ("{loggers: [csv, csv]}", "logging.loggers must be different loggers"),
+        ("{loggers: [wandb], api_key: abc}", "logging.api_key looks like a credential.*environment"),
+        ("{loggers: [mlflow], tracking_uri: 'https://me:pass@host'}", "logging.tracking_uri: the URI holds a password"),
+        ("{logers: [csv]}", "section 'logging' has no key 'logers'. Did you mean 'loggers'"),
+    ],
+)
+def test_what_a_recipe_may_not_say_of_loggers(line: str, message: str) -> None:
+    text = RECIPE.replace(RECIPE.splitlines()[-1], f"logging: {line}")
+    with pytest.raises(RecipeError, match=message):
+        recipe_from(text)
+
+
+def test_a_trainer_with_loggers_of_its_own_is_not_given_others() -> None:
+    with pytest.raises(RecipeError, match="training.trainer_args.logger.*leave it or logging.loggers out"):
+        recipe_from(RECIPE, ["training.trainer_args.logger=true"])
+
+
+def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from composer_replication.diloco.serverless import loggers
+
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    for name, package in (("wandb", "wandb"), ("tensorboard", "tensorboard"), ("mlflow", "mlflow-skinny")):
+        with pytest.raises(RecipeError, match=f"{name} isn't installed.*pip install {package}"):
+            check_loggers(recipe_from(RECIPE, [f"logging.loggers=[{name}]"]))
+    check_loggers(recipe_from(RECIPE, ["logging.loggers=[csv]"]))
+
+
+def test_mlflow_needs_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from composer_replication.diloco.serverless import loggers
+
+    monkeypatch.setattr(loggers, "find_spec", lambda name: True)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    recipe = recipe_from(RECIPE, ["logging.loggers=[mlflow]"])
+    with pytest.raises(RecipeError, match="logging.tracking_uri: say where MLflow is.*MLFLOW_TRACKING_URI"):
+        check_loggers(recipe)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
+    check_loggers(recipe)
+
+
+def test_a_restarted_replica_finds_its_runs_again(tmp_path: Path) -> None:
+    run = LoggedRun.of(recipe_from(RECIPE), Identity(replica=3, replicas=4), tmp_path)
+    assert (run.group, run.name, run.remembered("wandb")) == ("logged", "logged-r3", None)
+    first = run.id_of("wandb")
+    run.remember("mlflow", "abc")
+    again = LoggedRun.of(recipe_from(RECIPE), Identity(replica=3, replicas=4), tmp_path)
+    assert again.id_of("wandb") == first and again.remembered("mlflow") == "abc"
+
+
+def test_a_replica_that_missed_steps_logs_where_the_fleet_is() -> None:
+    class Destination:
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            self.seen.append((step, dict(metrics)))
+
+    skipped = 0
+    logger = line_up(Destination(), lambda: skipped)
+    logger.log_metrics({"loss": 3.0}, 4)
+    skipped = 50  # it was away for some rounds
+    logger.log_metrics(metrics={"loss": 2.0}, step=5)
+    logger.log_metrics({"text": 1.0})
+    assert logger.seen == [(4, {"loss": 3.0}), (55, {"loss": 2.0}), (None, {"text": 1.0})]
+
+
+def test_composer_s_table_goes_on_and_gets_new_columns(tmp_path: Path) -> None:
+    pytest.importorskip("composer")
+    from composer_replication.composer import CSVLogger
+
+    path = tmp_path / "deep" / "metrics.csv"
+    one = CSVLogger(path)
+    one.log_metrics({"loss": 2.0}, 1)
+    one.log_metrics({"loss": 1.5, "autoloco/round": 0}, 2)
+    with path.open("a") as file:
+        file.write("3")  # killed in the middle of a line
+    again = CSVLogger(path)
+    again.log_metrics({"loss": 1.0}, 3)
+    assert read_csv(path) == {1: {"loss": 2.0}, 2: {"loss": 1.5, "autoloco/round": 0.0}, 3: {"loss": 1.0}}
+    assert path.read_text().splitlines()[0] == "step,loss,autoloco/round"
