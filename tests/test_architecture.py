@@ -21,7 +21,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "collective": ("errors", "autoloco", "store"),
     "diloco.outer_step": ("errors", "collective"),
     "diloco": ("errors", "autoloco", "store", "collective", "diloco.outer_step"),
-    "tasks": ("errors", "store"),
+    "tasks": ("errors", "store", "isolate", "adapter"),
     "recipe": ("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
     "adapter": ("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
     "lightning": ("adapter", "errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),

@@ -20,7 +20,7 @@ from composer_replication.cli.plan_text import plan_lines
 from composer_replication.cli.prices import Price, Prices, break_even
 from composer_replication.collective.object_store.costs import Link, busiest_share
 from composer_replication.collective.object_store.wire import for_people
-from composer_replication.diloco.serverless.components import build_model
+from composer_replication.diloco.serverless.components import parameter_count
 from composer_replication.diloco.serverless.groups import (
     Group,
     groups_of,
@@ -122,9 +122,9 @@ def _budgets(group: Group, recipe: Recipe) -> dict[str, Any]:
 def _round(recipe: Recipe, elements: int | None, bandwidth: float) -> dict[str, Any] | None:
     """Bytes and seconds of a round; None if nobody knows how large the model is."""
     if elements is None:
-        if recipe.model.name is None:
-            return None  # a model of the user's own isn't built here: it may fetch gigabytes
-        elements = sum(p.numel() for p in build_model(recipe).parameters() if p.requires_grad)
+        elements = parameter_count(recipe)
+    if elements is None:
+        return None
     link = Link(up=bandwidth * 1e6 / 8, down=bandwidth * 1e6 / 8)
     slowest, seconds = busiest_share(recipe.fleet.replicas, elements, recipe.codec, link)
     return {

@@ -14,7 +14,7 @@ from torch import nn
 
 from composer_replication.errors import RecipeError, StoreError
 
-__all__ = ["DTYPES", "causal_lm", "transformers_module"]
+__all__ = ["DTYPES", "causal_lm", "load_error", "ready_to_train", "transformers_module"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
@@ -64,6 +64,11 @@ def causal_lm(
             model = auto.from_config(config, dtype=getattr(config, "dtype", None) if dtype == "auto" else DTYPES[dtype])
     except (OSError, ValueError, KeyError) as error:
         raise load_error(path, "model", error) from error
+    return ready_to_train(model, gradient_checkpointing)
+
+
+def ready_to_train(model: Any, gradient_checkpointing: bool) -> nn.Module:
+    """One of the library's models as a trainer wants it."""
     model.config.use_cache = False  # keys and values of the past are for generating
     if gradient_checkpointing:
         # Transformers 5 has another name for it, and will drop this one.

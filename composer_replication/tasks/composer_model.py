@@ -8,7 +8,7 @@ from composer.models import ComposerModel
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 
-from composer_replication.tasks.next_token import logits_of, next_token_loss
+from composer_replication.tasks.next_token import logits_of, next_token_loss, target_count
 
 __all__ = ["LanguageModel"]
 
@@ -17,7 +17,7 @@ class LanguageModel(ComposerModel):
     """Wraps a module that maps ids (batch, time) to logits (batch, time, classes), or to an output that has `logits`.
 
     Batches are `{"input_ids", "labels"}`, labels already shifted by one. The loss and the metric
-    `validation_loss` are in nats per label (a byte or a token).
+    `validation_loss` are in nats per label (a byte or a token): the mean of a batch, and that of all labels.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,4 +37,4 @@ class LanguageModel(ComposerModel):
         return {} if is_train else {"validation_loss": MeanMetric()}
 
     def update_metric(self, batch: dict[str, Tensor], outputs: Tensor, metric: Metric) -> None:
-        metric.update(self.loss(outputs, batch), weight=batch["input_ids"].shape[0])
+        metric.update(self.loss(outputs, batch), weight=target_count(batch["labels"]))

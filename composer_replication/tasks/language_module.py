@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from composer_replication.tasks.next_token import logits_of, next_token_loss
+from composer_replication.tasks.next_token import logits_of, next_token_loss, target_count
 
 __all__ = ["LanguageModule"]
 
@@ -20,7 +20,7 @@ class LanguageModule(LightningModule):
     """Wraps a module that maps ids (batch, time) to logits (batch, time, classes), or to an output that has `logits`.
 
     Batches are `{"input_ids", "labels"}`, labels already shifted by one. `loss` and `validation_loss` are logged, both
-    in nats per label (a byte or a token).
+    in nats per label (a byte or a token): `loss` the mean of a batch, `validation_loss` that of all labels.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class LanguageModule(LightningModule):
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
-        self.log("validation_loss", self._loss(batch), batch_size=batch["input_ids"].shape[0])
+        # Weighted by labels, and added up over the processes of the replica.
+        self.log("validation_loss", self._loss(batch), batch_size=target_count(batch["labels"]), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = self._make_optimizer(self.model)

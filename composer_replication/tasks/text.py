@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,23 +75,35 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
         self._skipped = state["batches"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextData:
-    """Training and validation windows and the size of a batch."""
+D = TypeVar("D", bound="Dataset[dict[str, Tensor]]")
+Collate = Callable[[Sequence["dict[str, Tensor]"]], "dict[str, Tensor]"]
 
-    train: Windows
-    validation: Windows
+
+@dataclass(frozen=True, kw_only=True)
+class TextData(Generic[D]):
+    """Training and validation windows, or examples of different lengths, and the size of a batch."""
+
+    train: D
+    validation: D
     batch_size: int
     workers: int = 0
+    collate: Collate | None = None  # puts a batch together; None: stacks what has one length
+    validation_batch_size: int | None = None  # None: batch_size
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         # Trainers put a distributed sampler in the place of this shuffle, so that replicas see disjoint windows.
         return ResumableLoader(
-            self.train, batch_size=self.batch_size, shuffle=True, drop_last=True, num_workers=self.workers
+            self.train,
+            batch_size=self.batch_size,
+            shuffle=True,
+            drop_last=True,
+            num_workers=self.workers,
+            collate_fn=self.collate,
         )
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(self.validation, batch_size=self.batch_size, num_workers=self.workers)
+        size = self.validation_batch_size or self.batch_size
+        return DataLoader(self.validation, batch_size=size, num_workers=self.workers, collate_fn=self.collate)
 
 
 def text_bytes(
@@ -103,7 +115,7 @@ def text_bytes(
     max_bytes: int = 8_000_000,
     validation_bytes: int = 128_000,
     workers: int = 0,
-) -> TextData:
+) -> TextData[Windows]:
     """Read files into training and validation windows.
 
     Args:

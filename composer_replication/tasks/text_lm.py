@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from composer_replication.tasks import DATA_URI
-from composer_replication.tasks.causal_lm import load_error, transformers_module
 from composer_replication.tasks.corpus import documents
+from composer_replication.tasks.sources import load_tokenizer
 from composer_replication.tasks.text import TextData, Windows
 
 __all__ = ["text_lm"]
@@ -38,7 +38,7 @@ def text_lm(
     validation_tokens: int = 1 << 18,
     revision: str | None = None,
     workers: int = 0,
-) -> TextData:
+) -> TextData[Windows]:
     """Read documents into training and validation windows of tokens.
 
     Args:
@@ -66,7 +66,7 @@ def text_lm(
     for name, value in {**sizes, "validation_tokens": validation_tokens}.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    encoder = _tokenizer(tokenizer, revision)
+    encoder = load_tokenizer(tokenizer, revision)
     longest = int(min(encoder.model_max_length, 2**62))  # some tokenizers know none, and say 1e30
     if context is None:
         context = min(longest, _LONGEST_CONTEXT)
@@ -86,14 +86,6 @@ def text_lm(
                 f"{uri.partition('?')[0]} gives {len(windows)} {name} windows of {context} tokens: too few for a batch"
             )
     return data
-
-
-def _tokenizer(path: str, revision: str | None) -> Any:
-    where: dict[str, Any] = {"revision": revision} if revision else {}
-    try:
-        return transformers_module().AutoTokenizer.from_pretrained(path, **where)
-    except (OSError, ValueError, KeyError) as error:
-        raise load_error(path, "tokenizer", error) from error
 
 
 def _read(encoder: Any, uri: str, field: str, most: int) -> torch.Tensor:

@@ -144,7 +144,7 @@ def test_a_repository_of_the_hub(folder: Path) -> None:
         ("a.jsonl", b'{"text": "x"}\nnot json\n', "a.jsonl, line 2 isn't JSON"),
         ("a.jsonl", b'{"body": "x"}\n', "line 1 has no text in the field 'text' .it has body."),
         ("a.jsonl", b"[1]\n", "line 1 has no text in the field 'text' .it has list."),
-        ("a.bin", b"x", "holds no .txt, .jsonl, .parquet files"),
+        ("a.bin", b"x", "holds no .txt, .jsonl, .json, .parquet files"),
     ],
 )
 def test_what_is_no_text(tmp_path: Path, name: str, content: bytes, message: str) -> None:

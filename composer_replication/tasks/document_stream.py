@@ -1,0 +1,160 @@
+"""Documents turned to tokens as they are read: what one pre-trains on. Needs `transformers` and `fsspec`.
+
+Invariant: a replica's examples are a function of the files, the settings and its place in the fleet; each document goes
+to one replica, and only that one turns it into tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from composer_replication.isolate import Identity, read_identity
+from composer_replication.tasks.examples import Examples, Padded, example_of
+from composer_replication.tasks.sources import Source, load_tokenizer, padding_id
+from composer_replication.tasks.streams import Place, Stream, StreamLoader
+from composer_replication.tasks.text import Collate, Windows
+
+__all__ = ["DocumentData", "DocumentStream", "document_stream"]
+
+
+class DocumentStream(Stream):
+    """This process's share of a source's documents: as windows of `context` tokens, or one example each."""
+
+    def __init__(self, source: Source, encoder: Any, *, context: int, pack: bool, identity: Identity) -> None:
+        super().__init__((), identity)
+        self.source, self.encoder, self.context, self.pack = source, encoder, context, pack
+
+    def examples(self, place: Place) -> Iterator[tuple[dict[str, Tensor], Place]]:
+        # `documents` were used up of this pass through the share, and of the last one the tokens in `rest` are left.
+        documents, rest = place.get("documents", 0), list(place.get("rest", ()))
+        while True:
+            before = documents
+            for text in islice(_texts(self.source, (self.share.shard, self.share.replicas)), documents, None):
+                documents += 1
+                tokens = _tokens(self.encoder, text)
+                if not self.pack:
+                    yield example_of(tokens[: self.context]), {"documents": documents}
+                    continue
+                rest = [*rest, *tokens]
+                while len(rest) > self.context:
+                    window = torch.tensor(rest[: self.context + 1], dtype=torch.int64)
+                    rest = rest[self.context :]
+                    yield {"input_ids": window[:-1], "labels": window[1:]}, {"documents": documents, "rest": rest}
+            if documents == before == 0:
+                who = f"replica {self.identity.replica} of {self.identity.replicas}"
+                raise ValueError(f"{self.source} gives {who} no document: it has fewer than there are readers")
+            documents = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentData:
+    """Loaders of the stream, and of some documents in memory for validation."""
+
+    train: DocumentStream
+    validation: Dataset[dict[str, Tensor]]
+    batch_size: int
+    workers: int
+    collate: Collate
+    validation_collate: Collate | None
+    validation_batch_size: int | None = None
+
+    def train_dataloader(self) -> StreamLoader:
+        return StreamLoader(self.train, batch_size=self.batch_size, collate=self.collate, workers=self.workers)
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        size = self.validation_batch_size or self.batch_size
+        return DataLoader(self.validation, batch_size=size, collate_fn=self.validation_collate)
+
+
+def document_stream(
+    *,
+    tokenizer: str,
+    uri: str | None = None,
+    validation_uri: str | None = None,
+    dataset: str | None = None,
+    config: str | None = None,
+    split: str = "train",
+    validation_split: str = "validation",
+    field: str = "text",
+    context: int = 1024,
+    pack: bool = True,
+    batch_size: int = 8,
+    validation_documents: int = 4096,
+    validation_batch_size: int | None = None,
+    pad_token: str | None = None,
+    revision: str | None = None,
+    dataset_revision: str | None = None,
+    workers: int = 0,
+) -> DocumentData:
+    """Stream documents, each replica its own, over and over again; the first of others are kept for validation.
+
+    Args:
+        tokenizer: its name on the Hub (`owner/name`), or its folder.
+        uri, validation_uri: files of rows, as in `corpus.documents`; or
+        dataset, config, split, validation_split: a data set by its name on the Hub, through `datasets`.
+        field: of a row, which holds its text. Rows without any are passed over.
+        context: tokens in an example.
+        pack: documents follow one another, end-of-text in between, in full windows. Otherwise each one is an example
+            of its own, cut or padded to `context`.
+        validation_documents: the first so many, each whole with `pack`, else cut to `context`.
+        pad_token: what is padded with, for a tokenizer that has no padding token. Not needed with `pack`.
+        revision, dataset_revision: of the tokenizer and of the data set, on the Hub.
+
+    Raises ValueError when a setting is out of range or when there is no such tokenizer or data, StoreError while a
+    store or the Hub doesn't answer, RecipeError without `transformers` or `datasets`.
+    """
+    sizes = {"batch_size": (batch_size, 1), "validation_documents": (validation_documents, 1), "workers": (workers, 0)}
+    for name, (value, least) in {**sizes, "context": (context, 2)}.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    common: dict[str, Any] = {"field": field, "dataset": dataset, "config": config, "revision": dataset_revision}
+    source = Source(uri=uri, split=split, **common)
+    held = Source(uri=validation_uri, split=validation_split, **common)
+    encoder = load_tokenizer(tokenizer, revision)
+    padded = None if pack else Padded(padding_id(encoder, tokenizer, pad_token), context)
+    train = DocumentStream(source, encoder, context=context, pack=pack, identity=read_identity())
+    return DocumentData(
+        train=train,
+        validation=_validation(held, encoder, context, pack, validation_documents),
+        batch_size=batch_size,
+        workers=workers,
+        collate=padded or _stacked,
+        validation_collate=None if padded is None else Padded(padded.token),
+        validation_batch_size=validation_batch_size,
+    )
+
+
+def _texts(source: Source, part: tuple[int, int]) -> Iterator[str]:
+    for where, text in source.rows(part):
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"{where} has no text in the field {source.field!r}, but {type(text).__name__}")
+        if text is not None and text.strip():
+            yield text
+
+
+def _tokens(encoder: Any, text: str) -> list[int]:
+    ids = encoder(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return ids if encoder.eos_token_id is None else [*ids, encoder.eos_token_id]
+
+
+def _validation(source: Source, encoder: Any, context: int, pack: bool, count: int) -> Dataset[dict[str, Tensor]]:
+    found = [_tokens(encoder, text) for text in islice(_texts(source, (0, 1)), count)]
+    data: Any
+    if pack:
+        data = Windows(torch.tensor([token for tokens in found for token in tokens], dtype=torch.int32), context)
+    else:
+        data = Examples((tokens[:context], None) for tokens in found if len(tokens) > 1)
+    if not len(data):
+        raise ValueError(f"{source} gives no example of up to {context} tokens for validation")
+    return data
+
+
+def _stacked(examples: Any) -> dict[str, Tensor]:
+    return {name: torch.stack([one[name] for one in examples]) for name in examples[0]}
