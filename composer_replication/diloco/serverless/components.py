@@ -8,21 +8,31 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from composer_replication import tasks
 from composer_replication.diloco.serverless.loggers import check_loggers
-from composer_replication.errors import RecipeError
+from composer_replication.errors import RecipeError, StoreError
 from composer_replication.recipe.messages import nearest
 from composer_replication.recipe.schema import DataSection, ModelSection, Recipe
 from composer_replication.tasks.optim import build_optimizer, build_scheduler
 
-__all__ = ["build_data", "build_model", "check_components", "optimizer_maker", "resolve", "scheduler_maker"]
+__all__ = [
+    "build_data",
+    "build_model",
+    "check_components",
+    "optimizer_maker",
+    "parameter_count",
+    "resolve",
+    "scheduler_maker",
+]
 
 _TABLES = {"model": tasks.MODELS, "data": tasks.DATA}
 
@@ -87,6 +97,24 @@ def _build(section: ModelSection | DataSection, kind: Literal["model", "data"]) 
 def build_model(recipe: Recipe) -> nn.Module:
     """A built-in model, or the user's own object, constructed."""
     return _build(recipe.model, "model")
+
+
+def parameter_count(recipe: Recipe) -> int | None:
+    """Trained parameters of a built-in model, of which only the shapes are made; None if nobody can tell here.
+
+    A model of the user's own isn't built, as it may fetch gigabytes; one of the Hub is looked up by its config alone.
+    """
+    if recipe.model.name is None:
+        return None
+    args = dict(recipe.model.args)
+    if recipe.model.name == "causal_lm":
+        args["pretrained"] = False
+    try:
+        with torch.device("meta"):
+            model = _build(replace(recipe.model, args=args), "model")
+    except (RecipeError, StoreError):
+        return None
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def build_data(recipe: Recipe) -> Any:

@@ -34,6 +34,7 @@ from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
 from composer_replication.recipe import Recipe
 from composer_replication.tasks.composer_model import LanguageModel
+from composer_replication.tasks.streams import StreamLoader
 
 __all__ = ["train", "versions"]
 
@@ -94,6 +95,8 @@ def _training_data(data: Any, recipe: Recipe, identity: Identity) -> Any:
         return loader  # its owner has thought of more than can be taken apart here; `AutoLoCo` looks at it
     own = isinstance(loader, DataLoader) and isinstance(loader.sampler, (RandomSampler, SequentialSampler))
     whole = recipe.training.accumulate
+    if isinstance(loader, StreamLoader):
+        return loader.larger(whole)
     if not own or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         if whole > 1:
             raise RecipeError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ def train(recipe: Recipe, identity: Identity, uri: str, folder: Path) -> dict[st
     Raises RecipeError before anything is trained if the recipe can't be used, and whatever the fleet's rounds raise.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # no advertisements in the log
+    # That of a stream is only to say that it doesn't end.
+    warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined", UserWarning)
     seed_everything(recipe.training.seed, workers=True, verbose=False)
     module, loaders, validation = _module(recipe), *_loaders(build_data(recipe))
     rounds, journal, checkpoint = set_out(AutoLoCoCallback, recipe, identity, uri, folder)
