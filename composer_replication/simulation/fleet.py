@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_replication.adapter.interval import Interval
+from composer_replication.adapter.tokens import count_tokens
 from composer_replication.autoloco.values import Preview
 from composer_replication.collective.in_process import InProcessCollective, InProcessFleet
 from composer_replication.diloco.loop import OuterLoop
@@ -32,7 +33,8 @@ from composer_replication.errors import RecipeError
 from composer_replication.preview import LoopPosition, Previewer, Scheduled, group_weights, mean_rate
 from composer_replication.recipe import Recipe, outer_config, policy_of
 from composer_replication.recipe.settings import guards_of
-from composer_replication.tasks.next_token import logits_of, next_token_loss
+from composer_replication.tasks import STREAMS
+from composer_replication.tasks.next_token import logits_of, next_token_loss, target_count
 
 __all__ = ["Disturbance", "SimulatedRun", "simulate"]
 
@@ -128,6 +130,10 @@ def as_simulated(recipe: Recipe, replicas: int | None, seed: int | None) -> Reci
         recipe = replace(recipe, training=replace(recipe.training, seed=seed))
     if recipe.model.name is None or recipe.data.name is None:
         raise RecipeError("simulate takes built-in models and data (model.name, data.name); launch takes your own")
+    if recipe.data.name in STREAMS:
+        raise RecipeError(
+            f"data.name: {recipe.data.name} are a stream, which simulate can't deal: text_lm reads them whole"
+        )
     if recipe.training.precision != "32-true":
         raise RecipeError(f"training.precision: simulate trains in 32-true, not {recipe.training.precision!r}")
     if recipe.training.trainer_args:
@@ -216,7 +222,7 @@ class _Replica:
             loss = next_token_loss(logits_of(self.model, batch), batch["labels"])
             (loss / settings.accumulate).backward()
             interval.batch(loss)
-            tokens += batch["input_ids"].numel()
+            tokens += int(count_tokens(batch))
         clip_gradients(self.recipe, self.optimizer)
         self.loop.before_step()
         groups = self.optimizer.param_groups
@@ -248,7 +254,7 @@ def shard_of(recipe: Recipe, data: Any, index: int) -> Iterator[Mapping[str, Ten
     """A replica's batches, epoch by epoch, in the order in which a Trainer's sampler gives them."""
     fleet, seed = recipe.fleet.replicas, recipe.training.seed
     sampler: Any = DistributedSampler(data.train, fleet, index, shuffle=True, seed=seed)
-    loader: Any = DataLoader(data.train, data.batch_size, sampler=sampler, drop_last=True)
+    loader: Any = DataLoader(data.train, data.batch_size, sampler=sampler, drop_last=True, collate_fn=data.collate)
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
@@ -265,11 +271,11 @@ def clip_gradients(recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, data: Any) -> float:
-    """Mean over all validation windows, in nats per label."""
+    """Mean over all validation labels, in nats."""
     model.eval()
-    total, windows = 0.0, 0
+    total, labels = 0.0, 0
     for batch in data.val_dataloader():
-        size = batch["input_ids"].shape[0]
-        total += float(next_token_loss(logits_of(model, batch), batch["labels"])) * size
-        windows += size
-    return total / windows
+        count = target_count(batch["labels"])
+        total += float(next_token_loss(logits_of(model, batch), batch["labels"])) * count
+        labels += count
+    return total / labels
