@@ -36,6 +36,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("errors", "autoloco", "store", "collective", "diloco", "preview", "recipe", "tasks", "adapter"),
         *("isolate", "diloco.serverless"),
     ),
+    "cli.text": (),
+    "report": ("errors", "collective", "diloco", "cli.text"),
     "cli": ("*",),
     "": ("*",),  # the package's own __init__ resolves names lazily
 }

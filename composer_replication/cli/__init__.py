@@ -15,6 +15,7 @@ from difflib import get_close_matches
 
 from composer_replication import __version__
 from composer_replication.cli.elsewhere import add_job_commands, run_job_command
+from composer_replication.cli.report_options import add_report
 from composer_replication.cli.simulate_options import add_simulate
 from composer_replication.cli.tools import add_tools, run_tool
 from composer_replication.errors import ReplicationError
@@ -38,6 +39,8 @@ commands, in the order in which you may want them:
       train as jobs of a service; 'logs' and 'cancel' reach them from any machine
   composer-replication status file:///shared/run1 --watch
       watch a run through its store, from anywhere that can read it
+  composer-replication report runs/quickstart -o report.html
+      a page with charts: what was saved, at what loss, where time was lost
   composer-replication doctor s3://bucket/runs --parameters 1.3B --replicas 8 --codec int8
       can this store hold a run, and how long will a round take?
   composer-replication policy s3://bucket/runs/one
@@ -81,11 +84,15 @@ examples:
   composer-replication status file:///shared/run1
   composer-replication status runs/quickstart --watch
   composer-replication status file:///shared/run1 --json | jq .round
+  composer-replication status file:///shared/run1 --watch --web
 
 Reads the store and writes nothing. A replica is finished when it has trained its last step and holds the final weights.
 
 Of replicas that run as jobs of a service it also shows the jobs: as their launcher saw them last, and when each was
 heard of; with --jobs the services are asked (with their clients and credentials), and their answer is noted there.
+
+--watch --web prints an address of this machine (127.0.0.1, which no other can reach) where a browser shows the page of
+'report', and follows the run. On a machine without a browser: ssh -L 8765:127.0.0.1:8765 HOST, and --port 8765.
 """
 
 _SCHEDULE = """\
@@ -152,6 +159,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     status.add_argument("--jobs", action="store_true", help="ask the services how the jobs stand")
     status.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="pause of --watch (default 2)")
 
+    status.add_argument("--web", action="store_true", help="with --watch: as a page for a browser on this machine")
+    status.add_argument("--port", type=int, metavar="N", help="of that page (default: one that is free)")
+
     schedule = command("schedule", "show the intervals that a policy would run", _SCHEDULE)
     add = schedule.add_argument
     add("--steps", type=int, required=True, help="inner steps of the run")
@@ -170,6 +180,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add("--json", action="store_true", help='for programs: {"rounds": 73, "horizons": [500, ...]}')
 
     add_simulate(command)
+    add_report(command)
     add_job_commands(command)
     add_tools(command)
     command("replica", "tell how one replica is started by hand", _REPLICA)
@@ -235,6 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 as_json=args.json,
                 every_seconds=args.every,
                 ask=args.jobs,
+                web=args.web,
+                port=args.port,
             )
         if args.command == "schedule":
             from composer_replication.cli.schedule import schedule
@@ -244,6 +257,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from composer_replication.cli.simulate import simulate_command
 
             return simulate_command(args)
+        if args.command == "report":
+            from composer_replication.cli.report import report_command
+
+            return report_command(args)
         code = run_job_command(args)
         if code is None:
             code = run_tool(args)

@@ -14,7 +14,7 @@ from typing import Any
 
 from composer_replication.cli.text import amount
 
-__all__ = ["FleetView", "Row", "Screen", "lines"]
+__all__ = ["COLUMNS", "FleetView", "Row", "Screen", "cells", "lines"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,10 +32,17 @@ def status(
     as_json: bool,
     every_seconds: float,
     ask: bool = False,
+    web: bool = False,
+    port: int | None = None,
 ) -> int:
     if not every_seconds > 0:
         raise ValueError(f"--every must be more than 0, not {every_seconds:g}")
+    _check_web(web, port, watch=watch, as_json=as_json)
     reader = RunReader(open_place(uri, control=control, signing_key_file=signing_key_file))
+    if web:
+        from composer_replication.cli.report_live import serve_live
+
+        return serve_live(reader, uri, port=port or 0, every_seconds=every_seconds)
     reader.refresh()
     uri = place_of(uri)
     jobs = job_rows(uri, ask=ask)
@@ -63,6 +70,15 @@ def status(
             time.sleep(every_seconds)
             reader.refresh()
             jobs = job_rows(uri, ask=ask)
+
+
+def _check_web(web: bool, port: int | None, *, watch: bool, as_json: bool) -> None:
+    if web and (as_json or not watch):
+        raise ValueError("--web goes with --watch, and without --json")
+    if port is not None and not web:
+        raise ValueError("--port goes with --watch --web")
+    if port is not None and not 0 <= port <= 65535:
+        raise ValueError(f"--port must be between 0 and 65535, not {port}")
 
 
 def open_place(uri: str, *, control: str | None, signing_key_file: str | None) -> ObjectStore:

@@ -16,6 +16,7 @@ from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.entrants import Entrants
 from composer_replication.collective.object_store.epochs import Epoch, EpochStore, read_epochs, read_fleet
 from composer_replication.collective.object_store.history import decided
+from composer_replication.collective.object_store.joining import fleet_sizes
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.wire import load
 from composer_replication.errors import ObjectCorrupt, ObjectMissing, StoreError
@@ -76,12 +77,14 @@ class RunReader:
         self._epochs: tuple[Epoch, ...] = ()
         self.store = store  # as the run's newest epoch sees it
         self.rounds: list[ClosedRound] = []
+        self.rosters: list[Roster] = []  # of those rounds
         self.fleet: Mapping[str, Any] | None = None  # fleet.json
         self._present = False  # it is the newest epoch's
         self.trouble = ""  # why the open round was given up, if it was
         self.ended = False
         self._held: int | None = None  # the attempt of the last round that holds
         self._entrants: Entrants | None = None
+        self._sizes: dict[int, int] | None = None
 
     def refresh(self) -> None:
         """Look for what is new. Raises StoreError if the store fails."""
@@ -105,8 +108,9 @@ class RunReader:
         if len(epochs) > len(self._epochs):
             self._epochs, self.store = epochs, EpochStore(self._place, epochs)
             self.fleet, self._entrants, self.trouble, self.ended = None, None, "", False
-            self._present, self._held = False, None
+            self._present, self._held, self._sizes = False, None, None
             del self.rounds[max(epochs[-1].first - 1, 0) :]  # the round before it is read again
+            del self.rosters[len(self.rounds) :]
 
     def _look_for_fleet(self) -> None:
         try:
@@ -126,7 +130,7 @@ class RunReader:
             attempt += 1
         if held is not None:
             before = self.rounds[round - 1].position if round else 0
-            self.rounds[round:] = [_closed_round(held, before)]
+            self.rounds[round:], self.rosters[round:] = [_closed_round(held, before)], [held]
             self._held = held.attempt
         return held is not None
 
@@ -144,6 +148,13 @@ class RunReader:
                     )
                 )
         return found
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """The first round of each epoch -> how many replicas it began with."""
+        if self._sizes is None:
+            self._sizes = fleet_sizes(self._place)
+        return self._sizes
 
     @property
     def run(self) -> str:

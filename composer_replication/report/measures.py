@@ -1,0 +1,186 @@
+"""What a run comes to: rounds, bytes, losses, and where its time went. Pure functions over one run.
+
+Invariant: what wasn't recorded is None; nothing is guessed, and what is worked out instead of measured says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from composer_replication.report.runs import Round, Run, number
+
+__all__ = ["Bytes", "Times", "bytes_of", "fixed_rounds", "last_loss", "late", "round_seconds", "times_of", "validation"]
+
+
+def fixed_rounds(run: Run, base: int | None = None) -> int | None:
+    """Rounds that a fixed interval of the base horizon takes for the steps that were trained."""
+    base = base or run.base_horizon
+    return -(-run.position // base) if base and run.position else None
+
+
+def last_loss(run: Run) -> float | None:
+    """Training loss of the last round that has one: mean over the replicas averaged, and over the interval."""
+    return next((one.loss for one in reversed(run.rounds) if one.loss is not None), None)
+
+
+def validation(run: Run) -> float | None:
+    """Loss of the final shared weights on validation data."""
+    return number(run.result, "validation_loss")
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Sent by all replicas together."""
+
+    sent: float
+    received: float | None
+    measured: bool  # else worked out from the model's size and the codec
+    as_float32: float | None  # the same rounds without a codec
+    by_replica: dict[int, tuple[float, float | None]]  # sent, received
+
+
+def bytes_of(run: Run) -> Bytes | None:
+    """None if neither the bytes nor the model's size are known.
+
+    A round whose replicas haven't told yet (the last one of a running fleet) is taken to be like the others.
+    """
+    if not run.rounds:
+        return None
+    ratio = _float32_ratio(run.codec, run.elements or 0)
+    told = {i: (_scaled(run, i, "bytes_sent"), _scaled(run, i, "bytes_received")) for i in run.ids}
+    known = {i: (sent, received) for i, (sent, received) in told.items() if sent is not None}
+    if known and len(known) == len(run.ids):
+        sent = sum(sent for sent, _ in known.values())
+        got = [received for _, received in known.values()]
+        received = sum(one for one in got if one is not None) if None not in got else None
+        whole = sent * ratio if ratio else None
+        return Bytes(sent=sent, received=received, measured=True, as_float32=whole, by_replica=known)
+    if not ratio or not run.elements:
+        return None
+    contributions = sum(len(one.members) for one in run.rounds)
+    if run.policy == "ddp":  # a gradient of each replica in each step, at least
+        contributions = run.replicas * run.exchanges
+    plain = 4.0 * run.elements * contributions
+    return Bytes(sent=plain / ratio, received=None, measured=False, as_float32=plain, by_replica={})
+
+
+def _scaled(run: Run, replica: int, name: str) -> float | None:
+    """Of one replica over all its rounds, those that weren't told taken for its average one."""
+    mine = [one for one in run.rounds if replica in one.members or replica in one.replicas]
+    told = [value for one in mine if (value := one.of(replica, name)) is not None]
+    return sum(told) / len(told) * len(mine) if told else None
+
+
+@lru_cache(maxsize=256)
+def _float32_ratio(codec: str, elements: int) -> float | None:
+    """How many times as many bytes float32 takes; None if that can't be said."""
+    if codec == "float32":
+        return 1.0
+    if not codec or elements < 1:
+        return None
+    from composer_replication.collective.object_store.costs import encoded_sizes, plain_layout
+
+    try:
+        layout = plain_layout(elements)
+        return sum(encoded_sizes("float32", layout)) / sum(encoded_sizes(codec, layout))
+    except (ValueError, OverflowError):  # another package's codec, or damage
+        return None
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds, summed over the rounds that have been told of; `by_replica` in the order train, wait, exchange."""
+
+    by_replica: dict[int, tuple[float, float, float]]
+    rounds: int  # that have been told of
+    waited_for: dict[int, tuple[int, float]]  # replica -> (rounds in which it came last, seconds that others waited)
+
+    @property
+    def train(self) -> float:
+        return self._sum(0)
+
+    @property
+    def wait(self) -> float:
+        return self._sum(1)
+
+    @property
+    def exchange(self) -> float:
+        return self._sum(2)
+
+    @property
+    def whole(self) -> float:
+        return self.train + self.wait + self.exchange
+
+    def utilisation(self, replica: int) -> float | None:
+        """The share of its time in which a replica trains."""
+        own = self.by_replica[replica]
+        return own[0] / sum(own) if sum(own) > 0 else None
+
+    def _sum(self, index: int) -> float:
+        return sum(one[index] for one in self.by_replica.values())
+
+
+def times_of(run: Run) -> Times | None:
+    """None if no round says how long it was trained."""
+    sums: dict[int, tuple[float, float, float]] = {}
+    told = 0
+    for one in run.rounds:
+        spent = {i: found for i in one.replicas if (found := spent_seconds(one, i)) is not None}
+        told += bool(spent)
+        for i, found in spent.items():
+            before = sums.get(i, (0.0, 0.0, 0.0))
+            sums[i] = (before[0] + found[0], before[1] + found[1], before[2] + found[2])
+    if not sums or not any(sum(one) > 0 for one in sums.values()):
+        return None
+    return Times(by_replica=dict(sorted(sums.items())), rounds=told, waited_for=_waited_for(run))
+
+
+def spent_seconds(one: Round, replica: int) -> tuple[float, float, float] | None:
+    """(training, waiting, exchanging) of one replica in one round; None if it isn't known.
+
+    What is recorded as the exchange is the whole boundary, waiting included; here each second is counted once.
+    """
+    train, wait, whole = (one.of(replica, name) for name in ("train_seconds", "wait_seconds", "exchange_seconds"))
+    if train is None or wait is None:
+        return None
+    return max(train, 0.0), max(wait, 0.0), max((whole or 0.0) - wait, 0.0)
+
+
+def round_seconds(one: Round) -> float | None:
+    """How long a round took: that of the replica that took longest."""
+    spent = [sum(found) for i in one.replicas if (found := spent_seconds(one, i)) is not None]
+    return max(spent) if spent else None
+
+
+def late(one: Round) -> tuple[int, float] | None:
+    """(who came last in a round, seconds that the one who waited longest waited for it); None if it isn't known."""
+    told = [
+        (values["straggler_seconds"], int(values["straggler"]))
+        for values in one.replicas.values()
+        if "straggler" in values and "straggler_seconds" in values
+    ]
+    if told:
+        seconds, who = max(told)
+        return who, seconds
+    trained = {i: seconds for i in one.members if (seconds := one.of(i, "train_seconds")) is not None}
+    if len(trained) < 2 or len(trained) < len(one.members):
+        return None
+    last = max(trained, key=lambda i: (trained[i], -i))
+    return last, trained[last] - min(trained.values())
+
+
+def _waited_for(run: Run) -> dict[int, tuple[int, float]]:
+    sums: dict[int, tuple[int, float]] = {}
+    for one in run.rounds:
+        came = late(one)
+        if came is not None and came[1] > 0:
+            rounds, seconds = sums.get(came[0], (0, 0.0))
+            sums[came[0]] = (rounds + 1, seconds + came[1])
+    return dict(sorted(sums.items(), key=lambda item: -item[1][1]))

@@ -1,0 +1,129 @@
+"""The page's tables as plain text cells: comparison, settings, rounds, who is there now.
+
+Invariant: cells are text, never markup; the page puts them in as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from composer_replication.cli.text import byte_count, duration
+from composer_replication.report.facts import percent, spread
+from composer_replication.report.groups import Group, baseline_of, differing_settings, flat
+from composer_replication.report.measures import bytes_of, fixed_rounds, last_loss, late, times_of, validation
+from composer_replication.report.runs import Run
+from composer_replication.report.series import AXES
+
+__all__ = ["comparison", "rounds_table", "settings_table"]
+
+Table = dict[str, Any]
+_MOST_ROWS = 500
+_NO = "–"
+
+
+def comparison(groups: Sequence[Group]) -> Table:
+    """A line for each group."""
+    columns = ["", "seeds", "rounds", "of fixed", "sent", "training loss", "validation loss", "time", "training"]
+    rows: list[list[str]] = []
+    for group in groups:
+        runs = [run for run in group.runs if run.rounds]
+        horizon = (baseline_of(groups, group) or group).first.base_horizon
+        fixed = [one for run in runs if (one := fixed_rounds(run, horizon)) is not None]
+        sent = [found.sent for run in runs if (found := bytes_of(run)) is not None]
+        trained = [loss for run in runs if (loss := last_loss(run)) is not None]
+        validated = [loss for run in runs if (loss := validation(run)) is not None]
+        times = [found for run in runs if (found := times_of(run)) is not None]
+        ends = [along[-1] for run in runs if (along := AXES[2].of(run))]
+        taken = [float(run.exchanges) for run in runs]
+        rows.append(
+            [
+                group.label,
+                ", ".join(_NO if seed is None else str(seed) for seed in group.seeds),
+                spread(taken, "{:.3g}") if taken else _NO,
+                percent(sum(taken) / sum(fixed)) if fixed and len(fixed) == len(runs) else _NO,
+                byte_count(fmean(sent)) if sent else _NO,
+                spread(trained) if trained else _NO,
+                spread(validated) if validated else _NO,
+                duration(fmean(ends)) if ends else _NO,
+                percent(fmean(one.train / one.whole for one in times)) if times else _NO,
+            ]
+        )
+    return {"columns": columns, "rows": rows, "colours": [group.colour for group in groups]}
+
+
+def settings_table(runs: Sequence[Run]) -> list[Table]:
+    """What differs between the runs, then what is the same, then the versions."""
+    if not runs:
+        return []
+    each = [flat(run.settings) for run in runs]
+    names = list(dict.fromkeys(name for one in each for name in one))
+    differing = set(differing_settings(runs))
+    labels = [f"{run.name}, seed {run.seed}" if run.seed is not None else run.name for run in runs]
+    several = len(runs) > 1
+    found: list[Table] = []
+    if differing:
+        rows = [[name, *(one.get(name, "–") for one in each)] for name in names if name in differing]
+        found.append({"title": "What differs", "columns": ["setting", *labels], "rows": rows})
+    same = [[name, each[0][name]] for name in names if name not in differing]
+    if same:
+        title = "The same in all runs" if several else "Settings"
+        found.append({"title": title, "columns": ["setting", "value"], "rows": same})
+    versions = [flat(run.versions) for run in runs]
+    kinds = list(dict.fromkeys(name for one in versions for name in one))
+    if kinds:
+        alike = all(one == versions[0] for one in versions)
+        columns = ["software", "version"] if alike or not several else ["software", *labels]
+        shown = versions[:1] if alike else versions
+        rows = [[name, *(one.get(name, "–") for one in shown)] for name in kinds]
+        found.append({"title": "Versions", "columns": columns, "rows": rows})
+    return found
+
+
+def rounds_table(run: Run) -> Table:
+    """Each round in a line, the last first."""
+    columns = [
+        "round",
+        "at step",
+        "steps",
+        "loss",
+        "drift",
+        "coherence",
+        "assessed",
+        "decision",
+        "took part",
+        "last to come",
+    ]
+    shown = run.rounds[::-1][:_MOST_ROWS]
+    rows = []
+    for one in shown:
+        came = late(one)
+        missing = "; ".join(f"without {replica}: {why}" for replica, why in one.absent.items())
+        odd = "; ".join(f"{replica}: {what}" for replica, what in one.outliers.items())
+        rows.append(
+            [
+                str(one.round),
+                str(one.position),
+                str(one.steps),
+                _NO if one.loss is None else f"{one.loss:.4f}",
+                _form(one.numbers, "drift"),
+                _form(one.numbers, "coherence"),
+                one.assessment or _NO,
+                one.action or _NO,
+                "; ".join(part for part in (_members(one.members), missing, odd) if part),
+                _NO if came is None or came[1] < 0.05 else f"{came[0]} ({duration(came[1])})",
+            ]
+        )
+    note = "" if len(shown) == len(run.rounds) else f"the last {len(shown)} of {len(run.rounds)} rounds"
+    return {"columns": columns, "rows": rows, "note": note}
+
+
+def _form(values: Mapping[str, float], name: str) -> str:
+    return f"{values[name]:.4g}" if name in values else _NO
+
+
+def _members(members: Sequence[int]) -> str:
+    if len(members) > 3 and members[-1] - members[0] == len(members) - 1:
+        return f"{members[0]} to {members[-1]}"
+    return ", ".join(map(str, members)) if members else "nobody"
