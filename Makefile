@@ -9,7 +9,7 @@ OVERRIDES ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-faults reliability check lint types format clean
+.PHONY: help quickstart test test-faults reliability check lint types format docs clean
 
 help: ## Show the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,5 +45,8 @@ format: $(STAMP) ## Put the code into form
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 
+docs: $(STAMP) ## Build the documentation as a site into site/
+	NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --strict
+
 clean: ## Remove what the commands above made
-	rm -rf .venv* .pytest_cache .ruff_cache .hypothesis runs build dist *.egg-info
+	rm -rf .venv* .pytest_cache .ruff_cache .hypothesis runs site build dist *.egg-info

@@ -1,0 +1,148 @@
+"""The documentation as a site: built with every warning an error, complete, and without the network.
+
+`make docs` builds the same. Warnings are broken links and anchors, pages that the navigation lacks, names that the
+reference can't find.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT
+
+pytest.importorskip("mkdocs")
+pytest.importorskip("mkdocstrings")
+
+# Packages whose `__all__` the reference shows.
+PACKAGES = (
+    "",
+    "autoloco",
+    "composer",
+    "diloco",
+    "diloco.serverless",
+    "errors",
+    "lightning",
+    "preview",
+    "recipe",
+    "store",
+)
+# Other names of what is shown, which the page says.
+ALIASES = {"K8sExecutor": "VolcanoExecutor", "MockManager": "ObjectStoreManager"}
+# Plain tables of values, without a docstring to show.
+TABLES = {"POLICIES"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return folder, subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def site(built: tuple[Path, subprocess.CompletedProcess[str]]) -> Path:
+    return built[0]  # also with warnings: they fail the one test that is about them
+
+
+def test_it_is_built_without_a_warning(built: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    done = built[1]
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class _Fetched(HTMLParser):
+    """What a browser fetches by itself when it opens a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.style = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        self.style = tag == "style"
+        if tag == "link" and {"canonical", "prev", "next"} & {*(named.get("rel") or "").split()}:
+            return
+        fetched = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}
+        if tag in fetched and named.get(fetched[tag]):
+            self.found.append(str(named[fetched[tag]]))
+
+    def handle_data(self, data: str) -> None:
+        if self.style:
+            self.found += re.findall(r"url\(([^)]+)\)", data)
+
+
+def fetched_by(html: str) -> list[str]:
+    parser = _Fetched()
+    parser.feed(html)
+    return parser.found
+
+
+def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 50
+    for page in pages:
+        far = [
+            one for one in fetched_by(page.read_text(encoding="utf-8")) if re.match(r"(https?:)?//", one.strip("'\""))
+        ]
+        assert not far, f"{page.relative_to(site)} fetches {far}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"(@import|url\()\s*['\"]?(https?:)?//", style.read_text(encoding="utf-8")), style
+
+
+def test_a_page_that_fetches_is_noticed() -> None:
+    html = '<link rel=stylesheet href="https://f/x.css"><script src="//c/x.js"></script><a href="https://ok/">x</a>'
+    assert fetched_by(html) == ["https://f/x.css", "//c/x.js"]
+    assert fetched_by("<style>@import url(https://f/y.css)</style>") == ["https://f/y.css"]
+
+
+def test_links_to_files_of_the_repository_lead_to_their_pages(site: Path) -> None:
+    page = (site / "torchft.html").read_text(encoding="utf-8")
+    assert 'href="repository/examples/plain_loop.py.html"' in page
+    listing = (site / "repository" / "examples" / "plain_loop.py.html").read_text(encoding="utf-8")
+    assert "ObjectStoreCollective" in listing
+    home = (site / "repository" / "index.html").read_text(encoding="utf-8")  # the README
+    assert 'href="../lightning.html"' in home and 'src="../quickstart.png"' in home
+    assert (site / "repository" / "docker" / "index.html").is_file()
+    assert (site / "repository" / "composer_replication" / "autoloco" / "index.html").is_file()
+
+
+def test_links_hold_where_the_repository_is_browsed() -> None:
+    """Every relative link of every page leads to a file, seen from where the page lies."""
+    looked = 0
+    pages = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docker/README.md")]
+    for page in [*pages, *(ROOT / "docs").rglob("*.md"), *(ROOT / "spikes").rglob("*.md")]:
+        text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", text):
+            path = target.partition("#")[0]
+            if path and not re.match(r"[a-z]+:", path):
+                assert (page.parent / path).exists(), f"{page.relative_to(ROOT)}: {target}"
+                looked += 1
+    assert looked > 150
+
+
+def public_names(package: str) -> list[str]:
+    """`__all__`, without importing."""
+    where = ROOT.joinpath("composer_replication", *filter(None, package.split(".")))
+    file = where / "__init__.py" if where.is_dir() else where.with_suffix(".py")
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return list(ast.literal_eval(node.value))
+    raise AssertionError(f"{package} has no __all__")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_reference_has_every_public_name(site: Path, package: str) -> None:
+    inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
+    shown = {line.split(" ", 1)[0].rpartition(".")[2] for line in inventory.splitlines()}
+    missing = [n for n in public_names(package) if ALIASES.get(n, n) not in shown and n not in TABLES]
+    assert not missing, f"docs/api shows nothing of {missing}"
