@@ -98,16 +98,14 @@ SENSITIVITY = {
     "cap-1.10": Variant("growth cap 1.10", _policy("autoloco", "growth_cap=1.10")),
     "cap-1.30": Variant("growth cap 1.30", _policy("autoloco", "growth_cap=1.30")),
     "reach-2": Variant("max horizon 2 × base", _policy("autoloco", "max_horizon=40")),
-    "floor-0.02": Variant("scale floor 0.02", _policy("autoloco", "scale_floor=0.02")),
     "floor-0.10": Variant("scale floor 0.10", _policy("autoloco", "scale_floor=0.10")),
-    "reference-0.3": Variant("reference weight 0.3", _policy("autoloco", "reference_weight=0.3")),
 }
 
 GROUPS: dict[str, Group] = {
     "main": Group("Four replicas", MAIN),
     "eight": Group("Eight replicas", EIGHT, overrides=("fleet.replicas=8",)),
+    "codecs": Group("Codecs", CODECS),
     "spike": Group("A learning-rate spike", _disturbed("spike")),
     "shift": Group("A shift of the data", _disturbed("shift")),
-    "codecs": Group("Codecs", CODECS),
     "sensitivity": Group("Sensitivity of AutoLoCo", SENSITIVITY),
 }

@@ -1,0 +1,142 @@
+"""The figures of docs/results.md, from the kept runs: SVG, the same bytes for the same runs and library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from benchmarks.reproduction.measures import Run, ends_at, losses_between
+from benchmarks.reproduction.study import GROUPS, ROOT
+from benchmarks.reproduction.tables import kept
+
+__all__ = ["draw_all"]
+
+FOLDER = ROOT / "docs" / "results"
+# Okabe and Ito's palette: told apart without red and green.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+_CHOSEN = ("ddp", "diloco", "diloco-0.7", "average", "qsr", "linear", "staircase", "autoloco")
+_WIDTH = 200  # steps that a point of a loss curve stands for
+
+
+def draw_all() -> Iterator[Path]:
+    matplotlib.rcParams["svg.hashsalt"] = "composer_replication"
+    main, eight = kept("main"), kept("eight")
+    if main:
+        yield _save(_losses(main), "losses.svg")
+        yield _save(_statistics(main), "drift-coherence.svg")
+    if main or eight:
+        yield _save(_horizons(main, eight), "horizons.svg")
+    spike, shift = kept("spike"), kept("shift")
+    if spike or shift:
+        yield _save(_disturbed(spike, shift), "disturbed.svg")
+
+
+def _save(figure: Figure, name: str) -> Path:
+    path = FOLDER / name
+    FigureCanvasSVG(figure).print_svg(str(path), metadata={"Date": None, "Creator": None})
+    return path
+
+
+def _figure(rows: int, columns: int, height: float, **more: Any) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(8.0, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **more)
+    for one in axes.flat:
+        one.grid(alpha=0.25)
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _curve(by_seed: Mapping[int, Run], reference: Mapping[int, Run] | None = None) -> tuple[list[float], list[float]]:
+    """Mean over the seeds of the training loss, less the reference's of the same seed and steps."""
+    seeds = sorted(set(by_seed) & set(reference) if reference is not None else set(by_seed))
+    steps = by_seed[seeds[0]]["steps"]
+    ends = list(range(_WIDTH, steps + 1, _WIDTH))
+    values: list[float] = []
+    for end in ends:
+        own = [losses_between(by_seed[seed], end - _WIDTH, end) for seed in seeds]
+        if reference is not None:
+            own = [a - losses_between(reference[s], end - _WIDTH, end) for a, s in zip(own, seeds, strict=True)]
+        values.append(mean(own))
+    return [end - _WIDTH / 2 for end in ends], values
+
+
+def _losses(main: Mapping[str, Mapping[int, Run]]) -> Figure:
+    figure, axes = _figure(1, 2, 3.6)
+    left, right = axes[0]
+    base = main.get("diloco", {})
+    for colour, name in zip(COLOURS, _CHOSEN, strict=True):
+        if name not in main:
+            continue
+        left.plot(*_curve(main[name]), color=colour, linewidth=1.2, label=GROUPS["main"].variants[name].title)
+        if base and name != "diloco":
+            right.plot(*_curve(main[name], base), color=colour, linewidth=1.2)
+    left.set_title("training loss (nats per byte)", fontsize=10)
+    right.set_title("against DiLoCo, momentum 0.9", fontsize=10)
+    right.axhline(0.0, color=COLOURS[1], linewidth=1.0)
+    for one in (left, right):
+        one.set_xlabel("inner steps")
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
+def _stairs(axes: Any, run: Run, **style: Any) -> None:
+    ends = [one["position"] for one in run["rounds"]]
+    axes.stairs([one["steps"] for one in run["rounds"]], [0, *ends], baseline=None, **style)
+
+
+def _horizons(main: Mapping[str, Mapping[int, Run]], eight: Mapping[str, Mapping[int, Run]]) -> Figure:
+    figure, axes = _figure(1, 2, 3.0, sharey=True)
+    for one, runs, words in zip(axes[0], (main, eight), ("four replicas", "eight replicas"), strict=True):
+        for colour, (seed, run) in zip(COLOURS, sorted(runs.get("autoloco", {}).items()), strict=False):
+            _stairs(one, run, color=colour, linewidth=1.2, label=f"seed {seed}")
+        one.axhline(20, color="gray", linestyle="--", linewidth=0.8)
+        one.set(title=f"AutoLoCo's interval, {words}", xlabel="inner steps", ylim=(0, None))
+        one.title.set_fontsize(10)
+        if runs.get("autoloco"):
+            one.legend(fontsize=8, frameon=False)
+    axes[0][0].set_ylabel("steps")
+    return figure
+
+
+def _statistics(main: Mapping[str, Mapping[int, Run]]) -> Figure:
+    figure, axes = _figure(1, 2, 3.2)
+    for colour, name in zip(COLOURS, ("diloco", "diloco-0.7", "autoloco", "average"), strict=False):
+        run = next(iter(main.get(name, {}).values()), None)
+        if run is None:
+            continue
+        for one, field in zip(axes[0], ("drift", "coherence"), strict=True):
+            points = ends_at(run, field)
+            label = GROUPS["main"].variants[name].title if field == "drift" else None
+            one.plot(*zip(*points, strict=True), color=colour, linewidth=1.0, label=label)
+    axes[0][0].set_yscale("log")
+    axes[0][0].set_title("drift D, mean squared displacement", fontsize=10)
+    axes[0][1].set_title("coherence C (1: unrelated, 4: identical)", fontsize=10)
+    for one in axes[0]:
+        one.set_xlabel("inner steps")
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
+def _disturbed(*groups: Mapping[str, Mapping[int, Run]]) -> Figure:
+    figure, axes = _figure(2, 2, 5.0, sharex=True, height_ratios=(3, 2))
+    labelled: set[str] = set()
+    for column, (words, runs) in enumerate(zip(("learning rate × 10", "narrow data"), groups, strict=True)):
+        for colour, (name, by_seed) in zip(COLOURS, runs.items(), strict=False):
+            run = next(iter(by_seed.values()))
+            title = GROUPS["main"].variants[name].title
+            label = None if title in labelled else title
+            labelled.add(title)
+            points = [(one["position"], one["loss"]) for one in run["rounds"]]
+            axes[0][column].plot(*zip(*points, strict=True), color=colour, linewidth=1.0, label=label)
+            _stairs(axes[1][column], run, color=colour, linewidth=1.2)
+        axes[0][column].set_title(f"{words}, one seed: training loss of the interval", fontsize=10)
+        axes[1][column].set(xlabel="inner steps", xlim=(1600, 3200), ylim=(0, None))
+        axes[1][column].set_title("interval (steps)", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return figure
