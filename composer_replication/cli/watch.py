@@ -15,6 +15,7 @@ from typing import Any
 
 from composer_replication.cli.live import FleetView, Row, Screen
 from composer_replication.cli.places import RECIPE_FILE, short
+from composer_replication.cli.rounds_file import RoundsFile
 from composer_replication.cli.summary import summarise
 from composer_replication.cli.view import RunReader
 from composer_replication.diloco.serverless.executor import BaseExecutor, CollectTimeout
@@ -58,6 +59,7 @@ class Watch:
         self.recipe = recipe
         self.folder = folder
         self.reader = RunReader(store)
+        self.rounds = RoundsFile(folder, recipe.name)
         self.executor = executor
         self.handles: list[ReplicaHandle] = []
         self.began = time.monotonic()
@@ -79,6 +81,7 @@ class Watch:
                 self.handles = self._attached()
             grace = self.recipe.executor.grace_seconds
             self._stop(f"stopping; a replica has {grace:g} s to write its checkpoint (again: {self._impatience})")
+            self._look_once_more()
             print(f"interrupted. Go on with: composer-replication launch {short(self.folder / RECIPE_FILE)} --resume")
             return code
         finally:
@@ -86,11 +89,15 @@ class Watch:
             signal.signal(signal.SIGTERM, before)
         results = self._results()
         self._blame()
-        with contextlib.suppress(ReplicationError):  # the summary is then of what was seen
-            self.reader.refresh()
+        self._look_once_more()
         seconds = time.monotonic() - self.began
         fine = summarise(self.recipe, self.folder, self.reader.rounds, results, seconds=seconds)
         return code if fine else code or 1
+
+    def _look_once_more(self) -> None:
+        with contextlib.suppress(ReplicationError):  # what follows is then of what was seen
+            self.reader.refresh()
+        self.rounds.update(self.reader, at_end=True)
 
     @property
     def _impatience(self) -> str:
@@ -129,6 +136,7 @@ class Watch:
         title = self.recipe.name
         try:
             self.reader.refresh()
+            self.rounds.update(self.reader)
             self._seen = self.reader.view(title)
         except ReplicationError as error:  # the replicas try again by themselves; so does the next look
             title = f"{title}: the store doesn't answer ({error})"

@@ -20,6 +20,7 @@ import pytest
 
 from composer_replication.cli import main
 from composer_replication.cli.view import RunReader
+from composer_replication.diloco.round_record import RoundRecord
 from composer_replication.store import open_store
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]  # starting a replica is slow on a busy machine
@@ -129,6 +130,22 @@ def test_each_replica_leaves_a_log_a_result_and_its_weights(undisturbed):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_rounds_are_kept_as_json_lines_that_tell_where_time_and_bytes_went(undisturbed):
+    folder = undisturbed[0]
+    lines = (folder / "rounds.jsonl").read_text().splitlines()
+    records = [RoundRecord.from_json(json.loads(line)) for line in lines]
+    assert [record.round for record in records] == list(range(summary_of(folder)["rounds"]))
+    assert [record.steps for record in records] == summary_of(folder)["horizons"]
+    assert all(before.next_steps == after.steps for before, after in zip(records, records[1:], strict=False))
+    assert any(record.action == "grow" for record in records)
+    told = [record.observed.replicas[replica] for record in records for replica in (0, 1)]
+    for name in ("loss", "tokens_per_second", "train_seconds", "wait_seconds", "exchange_seconds"):
+        assert all(name in one for one in told), f"{name} of every round, the last one's from the results"
+    # What the rounds tell, together, is what the replicas have counted for themselves.
+    for name in ("bytes_sent", "bytes_received"):
+        assert sum(one[name] for one in told) == summary_of(folder)[name]
+
+
 def test_status_reads_the_same_from_the_store(undisturbed, capsys):
     folder = undisturbed[0]
     assert main(["status", str(folder / "store"), "--json"]) == 0
@@ -170,9 +187,12 @@ def test_ctrl_c_stops_everything_and_resume_goes_on(recipe, undisturbed, trainer
     assert "--resume" in output and "Traceback" not in output
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     done = closed_rounds(folder)
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == done
     assert 3 <= done < len(summary_of(undisturbed[0])["horizons"])
     assert main(["launch", str(folder / "recipe.yaml"), "--resume", "--plain"]) == 0
     assert summary_of(folder)["digests"] == summary_of(undisturbed[0])["digests"]
+    told = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    assert [(one["round"], one["steps"]) for one in told] == list(enumerate(summary_of(folder)["horizons"]))
 
 
 BROKEN = """\

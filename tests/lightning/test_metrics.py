@@ -54,6 +54,10 @@ def test_every_round_is_logged_at_its_own_step(tmp_path: Path) -> None:
         if step != 23:  # with nobody left to plan for, the last round isn't measured
             assert float(row["autoloco/coherence"]) == pytest.approx(summary.coherence)
         assert float(row["autoloco/rates_exact"]) == 1
+        assert float(row["autoloco/train_seconds"]) > 0
+        late = summary.straggler  # of this round; what the report tells of the one before isn't mixed in
+        assert (row.get("autoloco/straggler") or None) == (None if late is None else str(float(late[0])))
+        assert not any(name.startswith("autoloco/last_") for name in row)
     # The module's own metrics are where they always were.
     assert [int(row["step"]) for row in rows(logger) if row.get("train_loss")] == [9, 19]
 

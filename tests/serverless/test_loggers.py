@@ -5,10 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from composer_replication.adapter.driver import Driver
 from composer_replication.cli import main
 from composer_replication.diloco.serverless.loggers import LoggedRun, check_loggers, line_up
 from composer_replication.errors import RecipeError
@@ -96,6 +98,12 @@ def test_all_four_at_once(trainer: str, tmp_path: Path) -> None:
     replica = import_module(f"composer_replication.diloco.serverless.{trainer}_replica")
     replica.train(recipe, Identity(replica=0, replicas=1), recipe.store.uri, folder)
     check_rounds(tables(trainer, tmp_path / "one", 0), replicas=1)
+    # Started again, it goes on with the runs that it had; that of MLflow would else be there twice.
+    replica.train(recipe, Identity(replica=0, replicas=1), recipe.store.uri, folder)
+    assert list(read_mlflow((tmp_path / "mlruns").as_uri(), "paper")) == ["one-r0"]
+    assert len({path.stem for path in folder.glob("wandb/offline-run-*/*.wandb")}) == 1
+    first = folder / ("csv/version_0" if trainer == "lightning" else "csv") / "metrics.csv"
+    assert sorted(rounds_of(read_csv(first))) == [0, 1, 2]
 
 
 @pytest.mark.slow
@@ -180,6 +188,17 @@ def test_a_replica_that_missed_steps_logs_where_the_fleet_is() -> None:
     logger.log_metrics(metrics={"loss": 2.0}, step=5)
     logger.log_metrics({"text": 1.0})
     assert logger.seen == [(4, {"loss": 3.0}), (55, {"loss": 2.0}), (None, {"text": 1.0})]
+
+
+def test_tokens_of_the_run_are_told_by_those_who_saw_all_of_it() -> None:
+    def told(driver: Any, *rounds: tuple[int, int | None]) -> list[int | None]:
+        return [Driver._tokens_up_to(driver, SimpleNamespace(round=r, tokens=t)) for r, t in rounds]  # type: ignore
+
+    beginner = SimpleNamespace(_fleet_tokens=(0, 0))
+    assert told(beginner, (0, 10), (1, 20), (2, 5)) == [10, 30, 35]
+    assert told(beginner, (5, 10), (6, 10)) == [None, None], "it was away for two rounds"
+    assert told(SimpleNamespace(_fleet_tokens=(0, 0)), (4, 10), (5, 10)) == [None, None], "it came late"
+    assert told(SimpleNamespace(_fleet_tokens=(0, 0)), (0, None), (1, 10)) == [None, None], "tokens weren't counted"
 
 
 def test_composer_s_table_goes_on_and_gets_new_columns(tmp_path: Path) -> None:
