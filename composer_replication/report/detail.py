@@ -31,6 +31,7 @@ ACTIONS = {  # symbol, in words
 }
 _SIZES = {"star": 14, "triangle-up": 12, "triangle-down": 12, "x": 10}  # that look alike
 _STEPS = "Inner steps of each replica"
+_MOST_ROWS = 64  # replicas in the timeline
 _MOST_SEGMENTS = 3000  # of the timeline: some thousand rectangles are what a page draws at once
 
 
@@ -197,7 +198,7 @@ def _bar(name: str, y: Sequence[str], x: Sequence[float], colour: str, **more: A
 
 def _timeline(run: Run, segments: int) -> Chart | None:
     """The last rounds, as many as can be drawn."""
-    ids = run.ids
+    ids = run.ids[:_MOST_ROWS]
     rounds = [one for one in run.rounds if round_seconds(one) is not None]
     shown = rounds[-max(1, segments // (3 * max(1, len(ids)))) :]
     if not shown:
@@ -231,8 +232,9 @@ def _timeline(run: Run, segments: int) -> Chart | None:
         "xaxis": axis(f"{unit_name} since the start"),
         "yaxis": _replica_axis(ids),
     }
+    some = "" if len(ids) == len(run.ids) else f" The first {len(ids)} of {len(run.ids)} replicas."
     part = "" if len(shown) == len(rounds) else f" The last {len(shown)} of {len(rounds)} rounds."
-    note = f"Round by round: who trained how long, and who had to wait.{part} Times of one round begin together."
+    note = f"Round by round: who trained how long, and who had to wait.{part}{some} Times of one round begin together."
     return chart("timeline", "Timeline of the rounds", [("", traces, layout)], note=note, height=_rows(len(ids)) + 40)
 
 

@@ -6,7 +6,6 @@ Invariant: reading never raises over what a run holds. What can't be used is lef
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,18 +16,16 @@ __all__ = ["Round", "Run", "number", "run_from_json", "run_to_json", "tidy_round
 
 _FLEET = ("drift", "coherence", "rho", "momentum", "outer_lr", "mean_square_norm")
 _WORDS = ("phase", "assessment", "action")
-_MAX_REPLICAS = 100_000  # a number beyond is damage, not a fleet
+_MAX_REPLICAS = 100_000  # numbers beyond these are damage, not a fleet
+_MAX_NUMBER = 1e100
 
 
 def number(values: Mapping[str, Any], name: str) -> float | None:
-    """A finite number of that name, or None."""
+    """A number of that name, or None: also where it is so great that sums of it would overflow."""
     value = values.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_MAX_NUMBER < value < _MAX_NUMBER:
         return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    return float(value)
 
 
 def _whole(values: Mapping[str, Any], name: str) -> int | None:
@@ -134,7 +131,7 @@ def run_from_json(
     policy = values.get("policy")
     name = policy.get("name") if isinstance(policy, Mapping) else policy
     replicas = _whole(values, "replicas") or len({i for one in rounds for i in one.members})
-    rounds = rounds or _stretches(_items(values.get("losses")), replicas)
+    rounds = rounds or _stretches(_items(values.get("losses")))
     run = Run(
         name=_text(values.get("name")) or default or source,
         source=source,
@@ -166,7 +163,7 @@ def _with_state(run: Run, said: list[str], live: bool) -> Run:
     return replace(run, ended=ended, notices=tuple(said))
 
 
-def _stretches(losses: Iterable[Any], replicas: int) -> tuple[Round, ...]:
+def _stretches(losses: Iterable[Any]) -> tuple[Round, ...]:
     """A run without rounds (data parallelism): what it trained between two of its [step, loss] pairs."""
     found: list[Round] = []
     before = 0
@@ -175,10 +172,7 @@ def _stretches(losses: Iterable[Any], replicas: int) -> tuple[Round, ...]:
             continue
         step, loss = _whole({"step": pair[0]}, "step"), number({"loss": pair[1]}, "loss")
         if step is not None and step > before:
-            members = tuple(range(min(replicas, _MAX_REPLICAS)))
-            found.append(
-                Round(round=len(found), steps=step - before, position=step, horizon=1, members=members, loss=loss)
-            )
+            found.append(Round(round=len(found), steps=step - before, position=step, horizon=1, members=(), loss=loss))
             before = step
     return tuple(found)
 
@@ -207,13 +201,13 @@ def tidy_rounds(items: Iterable[Any]) -> tuple[tuple[Round, ...], list[str]]:
     if bad:
         said.append(f"{bad} {'rounds aren' if bad > 1 else 'round isn'}'t readable, and left out")
     numbers = sorted(found)
-    missing = (
-        sorted(set(range(numbers[0], numbers[-1] + 1)) - found.keys()) if len(numbers) < 1_000_000 and found else []
-    )
     if found and numbers[0] != 0:
         said.append(f"the rounds before round {numbers[0]} are missing")
-    if missing:
-        said.append(f"{len(missing)} rounds are missing, the first of them round {missing[0]}")
+    gaps = [(one, after) for one, after in zip(numbers, numbers[1:], strict=False) if after > one + 1]
+    if gaps:
+        count = sum(after - one - 1 for one, after in gaps)
+        words = f"round {gaps[0][0] + 1} is" if count == 1 else f"{count} rounds, from round {gaps[0][0] + 1} on, are"
+        said.append(f"{words} missing")
     return tuple(found[one] for one in numbers), said
 
 

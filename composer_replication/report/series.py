@@ -63,7 +63,7 @@ def _megabytes(run: Run) -> list[float] | None:
     spent = bytes_of(run)
     if spent is None:
         return None
-    shares = [len(one.members) for one in run.rounds]
+    shares = [len(one.members) if one.members else one.steps for one in run.rounds]
     whole = sum(shares)
     return _sums([spent.sent / 1e6 * share / whole for share in shares]) if whole else None
 

@@ -1,0 +1,97 @@
+"""The charts: what plotly takes, and what is on them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from composer_replication.report import payload, run_from_json
+from composer_replication.report.compare import compare_charts
+from composer_replication.report.detail import ACTIONS, ASSESSMENTS, detail_charts
+from composer_replication.report.groups import group_runs
+from composer_replication.report.series import AXES, band, band_of_logs, points, thinned
+from tests.report.samples import run_json
+
+
+def loaded(**more: Any) -> Any:
+    return run_from_json(run_json(**more), source="s")
+
+
+def plain(value: Any) -> Any:
+    """With a colour where the page's theme puts one."""
+    if isinstance(value, str) and value.startswith("@"):
+        return "rgba(1,2,3,0.5)"
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list) else value
+
+
+def test_plotly_takes_every_chart() -> None:
+    from plotly.graph_objects import Figure
+
+    values = payload([loaded(seed=1), loaded(seed=2), loaded(policy="fixed"), loaded(policy="ddp", rounds=[])])
+    charts = [*values["charts"], *(chart for run in values["runs"] for chart in run["charts"])]
+    names = {chart["id"] for chart in charts}
+    assert names == {
+        *("loss", "communication", "intervals", "measured"),
+        *("decisions", "signals", "outer", "shares", "bytes", "timeline"),
+    }
+    for chart in charts:
+        for variant in chart["variants"]:
+            Figure(data=plain(variant["data"]), layout=plain(variant["layout"]))  # raises over an unknown property
+
+
+def test_loss_against_each_axis() -> None:
+    run = loaded()
+    first = {along.name: points(run, along, lambda one: one.loss)[0][0] for along in AXES}
+    # A round takes 10 s for both: 9 of training and the wait, 1 of exchange.
+    assert first == {"steps": 10, "tokens": 1000, "wall-clock": 10.0, "rounds": 1, "bytes": pytest.approx(0.002)}
+    assert points(run, AXES[2], lambda one: one.loss)[-1] == (80.0, 1.0)
+    loss = next(chart for chart in compare_charts(group_runs([run])[0]) if chart["id"] == "loss")
+    assert [variant["name"] for variant in loss["variants"]] == [along.name for along in AXES]
+
+
+def test_every_decision_is_named() -> None:
+    values = run_json()
+    told = [
+        ("", "keep"),
+        ("supporting", "grow"),
+        ("consistent", "confirm"),
+        ("supporting", "adopt"),
+        ("severe", "reject"),
+    ]
+    told += [("moderate", "reduce"), ("severe", "fallback"), ("severe", "re-estimate")]
+    for one, (assessment, action) in zip(values["rounds"], told, strict=True):
+        one |= {"assessment": assessment, "action": action}
+    assert {action for _, action in told} == set(ACTIONS)
+    decisions = detail_charts(run_from_json(values, source="s"))[0]
+    marks = [trace for trace in decisions["variants"][0]["data"] if trace["mode"] == "markers"]
+    assert len(marks) == len(told) and len({trace["name"] for trace in marks}) == len(told)
+    assert {trace["marker"]["color"] for trace in marks} == {"@muted", *ASSESSMENTS.values()}
+    assert len({trace["marker"]["symbol"] for trace in marks}) == len(told)
+    shown = json.dumps(marks, ensure_ascii=False)
+    assert "decision: fallback (monitor)" in shown and "<b>round 6</b>" in shown
+
+
+def test_a_timeline_shows_the_last_rounds_where_it_cannot_show_all() -> None:
+    timeline = next(chart for chart in detail_charts(loaded(), segments=12) if chart["id"] == "timeline")
+    training = timeline["variants"][0]["data"][0]
+    assert "The last 2 of 8 rounds" in timeline["note"]
+    assert training["base"] == [60.0, 60.0, 70.0, 70.0] and training["x"] == [6.0, 9.0, 6.0, 9.0]
+
+
+def test_a_mean_and_its_band() -> None:
+    curve = band([[(0, 1.0), (10, 3.0)], [(0, 2.0), (5, 2.0), (12, 9.0)]])
+    assert curve.x == [0, 5, 10]  # none of the two is extended
+    assert curve.y == pytest.approx([1.5, 2.0, 5.0])  # at 5: (2 + 2) / 2; at 10: (3 + 7) / 2
+    assert curve.low is not None and curve.low[0] == pytest.approx(1.5 - 0.5**0.5)
+    logs = band_of_logs([[(0, 1.0)], [(0, 100.0)]])
+    assert logs.y == pytest.approx([10.0]) and logs.low is not None and logs.low[0] > 0
+    assert band([[(1, 2.0)]]).low is None and band([]).x == []
+
+
+def test_long_curves_are_thinned_and_keep_their_end() -> None:
+    kept = thinned([(float(i), 0.0) for i in range(10_001)])
+    assert len(kept) <= 2001 and kept[-1][0] == 10_000
