@@ -47,7 +47,7 @@ from composer_replication.errors import RecipeError
 from composer_replication.recipe import Recipe, claim_folder, load_recipe, policy_of, to_yaml
 from composer_replication.store import ObjectStore, open_store
 
-__all__ = ["checked_recipe", "intention", "launch", "least_rounds", "payloads", "written_specs"]
+__all__ = ["checked_recipe", "intention", "launch", "least_intervals", "least_rounds", "payloads", "written_specs"]
 
 SENT_RECIPE_FILE = "recipe-for-jobs.yaml"
 
@@ -156,7 +156,13 @@ def intention(recipe: Recipe) -> str:
 
 def least_rounds(recipe: Recipe) -> int | None:
     """How many rounds it takes if every interval goes well; None if the recipe doesn't say the learning rate."""
-    if recipe.model.name is None:
+    intervals = least_intervals(recipe)
+    return None if intervals is None else len(intervals)
+
+
+def least_intervals(recipe: Recipe, *, assumed: bool = False) -> tuple[int, ...] | None:
+    """The intervals of such a run. `assumed`: take the recipe's scheduler for that of a model of the user's own."""
+    if recipe.model.name is None and not assumed:
         return None
     from composer_replication.autoloco.schedule import run_schedule
     from composer_replication.tasks.optim import lr_factor
@@ -172,7 +178,7 @@ def least_rounds(recipe: Recipe) -> int | None:
             final_fraction=section.final_fraction,
         )
 
-    return run_schedule(policy_of(recipe), rate, steps).rounds
+    return run_schedule(policy_of(recipe), rate, steps).steps
 
 
 def written_specs(recipe: Recipe, folder: Path) -> list[ReplicaSpec]:

@@ -17,13 +17,15 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from composer_replication.cli.simulate_time import read_machines, tell_time
+from composer_replication.cli.simulate_machines import read_machines
+from composer_replication.cli.simulate_time import check_machines, tell_time, time_only, time_values
 from composer_replication.cli.text import byte_count, duration
 from composer_replication.diloco.round_record import RECORD_VERSION, record_of
 from composer_replication.diloco.summary import RoundSummary
 from composer_replication.errors import RecipeError
 from composer_replication.recipe import Recipe, load_recipe, to_yaml
-from composer_replication.simulation import run_record, simulate, timeline
+from composer_replication.simulation import run_record, simulate
+from composer_replication.simulation.machines import Machines
 
 __all__ = ["simulate_command"]
 
@@ -34,9 +36,15 @@ def simulate_command(args: argparse.Namespace) -> int:
         if args.replicas < 1:
             raise ValueError(f"--replicas must be at least 1, got {args.replicas}")
         recipe = replace(recipe, fleet=replace(recipe.fleet, replicas=args.replicas))
-    machines = read_machines(args)
-    if machines is not None:  # what is wrong with them is said before anything is trained
-        timeline((), machines, replicas=recipe.fleet.replicas, elements=1, codec=recipe.codec)
+    if args.time_only:
+        return time_only(recipe, args)
+    if args.parameters is not None:
+        raise ValueError("--parameters is for --time-only: a model that is trained is known")
+    machines, timed = read_machines(args), recipe
+    if machines is not None:
+        check_machines(recipe, machines)
+        # Replicas fail in the times only: what is trained is the fleet that nobody is missing from.
+        recipe = replace(recipe, fleet=replace(recipe.fleet, failure_policy="strict", min_replicas=None))
     kept = _read(args.output) if args.output else {}
     runs: list[dict[str, Any]] = []
     seeds = args.seeds or [recipe.training.seed]
@@ -50,14 +58,21 @@ def simulate_command(args: argparse.Namespace) -> int:
         elif not args.json:
             print(f"seed {seed}: in {args.output} already")
         runs.append(found)
+    times = [_times(timed, run, machines) for run in runs]
     if args.json:
-        for run in runs:
-            print(json.dumps(run))
+        for run, time_of in zip(runs, times, strict=True):
+            print(json.dumps(run if time_of is None else {**run, "time": time_of}))
         return 0
     _tell(recipe, runs)
-    if machines is not None:
-        tell_time(recipe, runs[0], machines)
+    if times[0] is not None:
+        tell_time(timed, times[0])
     return 0
+
+
+def _times(recipe: Recipe, run: Mapping[str, Any], machines: Machines | None) -> dict[str, Any] | None:
+    if machines is None or not run["rounds"]:
+        return None
+    return time_values(recipe, [one["steps"] for one in run["rounds"]], run["elements"], machines)
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------

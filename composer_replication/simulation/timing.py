@@ -1,73 +1,150 @@
-"""How long a fleet would take for rounds like these: machines, links, and who waits for whom.
+"""How long a fleet takes for given intervals, on given machines and links: who trains, waits, fails, and is missed.
 
-Invariant: pure arithmetic over rounds that have been trained, or planned; bytes and seconds of an exchange are those of
-`collective/object_store/costs.py`. Strict rounds: everyone waits for the last one. Nothing fails.
+Invariant: each replica's seconds add up to the whole: trained, trained in vain, exchanged, waited, gone. Intervals are
+the fleet's, and don't change because somebody was missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from composer_replication.collective.object_store.costs import Link, busiest_share
+from composer_replication.collective.layout import DEFAULT_CHUNK_ELEMENTS
+from composer_replication.collective.object_store.roster import next_expected
+from composer_replication.simulation.exchange import Exchange
+from composer_replication.simulation.machines import Machines
+from composer_replication.simulation.replica_time import Parts, ReplicaClock
+from composer_replication.simulation.rules import Decision, Rules, decide
 
-__all__ = ["Machines", "RoundTime", "timeline"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machines:
-    """What the fleet runs on.
-
-    Args:
-        step_seconds: of one inner step on a machine of the usual speed.
-        slower: by replica, how many times as long a step takes there (1.3: a third slower).
-        link: every replica's way to the store, bytes per second each way.
-    """
-
-    step_seconds: float
-    link: Link
-    slower: Mapping[int, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.step_seconds > 0:
-            raise ValueError(f"step_seconds must be more than 0, got {self.step_seconds}")
-        for name, value in (("up", self.link.up), ("down", self.link.down)):
-            if not value > 0:
-                raise ValueError(f"the link's {name} must be more than 0 bytes per second, got {value}")
-        for replica, factor in self.slower.items():
-            if not factor > 0:
-                raise ValueError(f"replica {replica} can't be {factor} times as slow")
+__all__ = ["RoundTime", "Rules", "Timeline", "timeline"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTime:
-    """Seconds of one round, replica by replica. `ends` counts from the run's beginning."""
+    """One round; `parts` are each replica's seconds in it. `began` and `ends` count from the run's beginning."""
 
-    train: tuple[float, ...]
-    wait: tuple[float, ...]  # for the slowest of them
-    exchange: float
-    ends: float
+    steps: int
+    members: tuple[int, ...]
+    parts: tuple[Parts, ...]
+    ends: float  # for the last of its members
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        return tuple(replica for replica in range(len(self.parts)) if replica not in self.members)
 
     @property
     def slowest(self) -> int:
-        return self.train.index(max(self.train))
+        """Who waited least among those averaged: the others waited for it."""
+        return min(self.members, key=lambda replica: self.parts[replica].wait)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A whole run. `aborted` says why it ended before its last round, if it did."""
+
+    rounds: tuple[RoundTime, ...]
+    totals: tuple[Parts, ...]  # by replica
+    lost: tuple[int, ...]  # intervals that each replica trained in vain, or had to begin again
+    seconds: float
+    aborted: str = ""
+
+    @property
+    def utilisation(self) -> tuple[float, ...]:
+        """The part of the time in which each replica trained, and it counted."""
+        return tuple(parts.train / self.seconds if self.seconds else 0.0 for parts in self.totals)
+
+    @property
+    def short_rounds(self) -> int:
+        """Rounds in which somebody was missing."""
+        return sum(1 for one in self.rounds if one.absent)
+
+    def absences(self, replica: int) -> int:
+        return sum(1 for one in self.rounds if replica in one.absent)
 
 
 def timeline(
-    intervals: Sequence[int], machines: Machines, *, replicas: int, elements: int, codec: str
-) -> list[RoundTime]:
-    """The rounds after intervals of so many inner steps. `elements`: of the model's shared tensors."""
-    unknown = [replica for replica in machines.slower if not 0 <= replica < replicas]
-    if unknown:
-        raise ValueError(f"there is no replica {unknown[0]} in a fleet of {replicas}")
-    _, exchange = busiest_share(replicas, elements, codec, machines.link)
-    factors = [machines.slower.get(replica, 1.0) for replica in range(replicas)]
-    found: list[RoundTime] = []
-    now = 0.0
-    for steps in intervals:
-        train = tuple(steps * machines.step_seconds * factor for factor in factors)
-        longest = max(train)
-        now += longest + exchange
-        wait = tuple(longest - own for own in train)
-        found.append(RoundTime(train=train, wait=wait, exchange=exchange, ends=now))
-    return found
+    intervals: Sequence[int],
+    machines: Machines,
+    *,
+    replicas: int,
+    elements: int,
+    codec: str,
+    rules: Rules | None = None,
+    chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+) -> Timeline:
+    """The rounds after intervals of so many inner steps. `elements`: of the model's shared tensors.
+
+    Raises ValueError for machines or rules that such a fleet can't have, or on which an interval never ends.
+    """
+    machines.check_fleet(replicas)
+    rules = rules or Rules()
+    policy = rules.policy(replicas)
+    exchange = Exchange(machines, elements, codec, chunk_elements=chunk_elements)
+    clocks = [ReplicaClock(replica, machines, rules, policy, exchange) for replica in range(replicas)]
+    expected, misses = policy.fleet, dict[int, int]()
+    rounds: list[RoundTime] = []
+    aborted = ""
+    for number, steps in enumerate(intervals):
+        for clock in clocks:
+            clock.begin(steps)
+        ready = {clock.replica: clock.ready for clock in clocks}
+        limits = {clock.replica: clock.limits(expected) for clock in clocks}
+        decision = decide(policy, number, expected, ready, limits)
+        if not decision.members:
+            aborted = _why(number, decision, rules)
+            for clock in clocks:
+                clock.give_up(decision.at)
+            break
+        members = decision.members
+        trained = {replica: clocks[replica].trained for replica in members}
+        ends, written = exchange.ends(trained, decision.at, number)
+        delay = 0.0
+        if not exchange.shares(len(members), number)[0].direct:
+            delay = _takeover(clocks, members, decision.at, written, rules)
+        alive = {clock.replica for clock in clocks if clock.alive_at <= decision.at}
+        late = alive - set(members) - set(expected)
+        for place, replica in enumerate(members):
+            clocks[replica].take_part(ends[replica] + delay, place, len(members), number)
+        for clock in clocks:
+            if clock.replica not in members:
+                clock.miss(decision.at, written + delay, len(members), number)
+        told = {replica: clocks[replica].watcher.longest for replica in members}
+        for clock in clocks:
+            clock.watcher.closed({replica: ready[replica] for replica in members}, told)
+        misses, expected = next_expected(expected, misses, policy, members, late=late)
+        over = max((c.free for c in clocks if c.replica in members and math.isfinite(c.free)), default=decision.at)
+        rounds.append(RoundTime(steps=steps, members=members, parts=tuple(c.parts for c in clocks), ends=over))
+    whole = max((clock.free for clock in clocks if math.isfinite(clock.free)), default=0.0)
+    for clock in clocks:
+        clock.end(whole)
+    if rounds and not aborted:  # the end belongs to the last round
+        rounds[-1] = replace(rounds[-1], parts=tuple(clock.parts for clock in clocks), ends=whole)
+    return Timeline(
+        rounds=tuple(rounds),
+        totals=tuple(clock.total for clock in clocks),
+        lost=tuple(clock.intervals_lost for clock in clocks),
+        seconds=whole,
+        aborted=aborted,
+    )
+
+
+def _takeover(
+    clocks: Sequence[ReplicaClock], members: Sequence[int], decided: float, written: float, rules: Rules
+) -> float:
+    """How long the others are held up by one that is killed after it was counted, and before its means are written."""
+    held_up = 0.0
+    for replica in members:
+        back = clocks[replica].back_from_outage(written)
+        if back is not None:
+            held_up = max(held_up, min(rules.takeover_seconds, back - decided))
+    return held_up
+
+
+def _why(number: int, decision: Decision, rules: Rules) -> str:
+    who = ", ".join(map(str, decision.missing))
+    these = f"replica {who}" if len(decision.missing) == 1 else f"replicas {who}"
+    seconds = rules.timeout_seconds if number else rules.start_seconds
+    return f"round {number} is given up: {these} missed for more than {seconds:g} s, and " + (
+        "strict needs everybody" if rules.failure_policy == "strict" or not number else "too few were there"
+    )

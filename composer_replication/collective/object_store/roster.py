@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from composer_replication.collective.base import Report
 from composer_replication.collective.guards import Guards
 from composer_replication.collective.membership import select_members
 from composer_replication.collective.object_store.pointers import Ready, Roster
@@ -23,6 +22,7 @@ __all__ = [
     "Plan",
     "Policy",
     "divide",
+    "next_expected",
     "propose",
     "shard_chunks",
     "shard_range",
@@ -154,7 +154,8 @@ def propose(
     absent |= {report.replica: "its weight is 0" for report in selection.members if report.weight <= 0.0}
     absent |= {replica: "not ready in time" for replica in missing}
     absent |= {**differing, **damaged, **banned}
-    misses, expected_next = _next_expected(plan, policy, sound, late)
+    leaving = {replica for replica, report in sound.items() if report.leaving}
+    misses, expected_next = next_expected(plan.expected, plan.misses, policy, sound, leaving=leaving, late=late)
     facts = declared[members[0].replica].ready.chunks if members else ()
     direct, owners = divide(
         policy.mode,
@@ -188,21 +189,25 @@ def _abort(blank: Roster, missing: tuple[int, ...], differing: Mapping[int, str]
     return replace(blank, missing=missing, differing=dict(sorted(differing.items())), reason=reason)
 
 
-def _next_expected(
-    plan: Plan, policy: Policy, present: Mapping[int, Report], late: frozenset[int]
+def next_expected(
+    expected: Sequence[int],
+    misses: Mapping[int, int],
+    policy: Policy,
+    present: Collection[int],
+    *,
+    leaving: Collection[int] = (),
+    late: Collection[int] = (),
 ) -> tuple[dict[int, int], tuple[int, ...]]:
-    staying = {replica for replica, report in present.items() if not report.leaving}
-    leaving = present.keys() - staying
+    """(how many rounds in a row each has missed, of those still waited for; who is waited for in the next round)."""
+    staying = set(present) - set(leaving)
     if not staying and present:
         return {}, ()  # who was there has finished: there is nobody left to wait for the others
-    misses = {
-        replica: plan.misses.get(replica, 0) + 1
-        for replica in plan.expected
-        if replica not in present and replica not in late
+    missed = {
+        replica: misses.get(replica, 0) + 1 for replica in expected if replica not in present and replica not in late
     }
-    tolerated = {replica for replica, count in misses.items() if policy.strict or count <= policy.tolerated_misses}
-    expected = (staying | tolerated | late) - leaving
-    return {replica: misses[replica] for replica in sorted(tolerated)}, tuple(sorted(expected))
+    tolerated = {replica for replica, count in missed.items() if policy.strict or count <= policy.tolerated_misses}
+    following = (staying | tolerated | set(late)) - set(leaving)
+    return {replica: missed[replica] for replica in sorted(tolerated)}, tuple(sorted(following))
 
 
 def takeover_order(members: tuple[int, ...], round: int) -> tuple[int, ...]:
