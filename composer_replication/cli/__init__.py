@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from composer_replication import __version__
 from composer_replication.cli.elsewhere import add_job_commands, run_job_command
 from composer_replication.cli.report_options import add_report
+from composer_replication.cli.schedule_options import add_schedule
 from composer_replication.cli.simulate_options import add_simulate
 from composer_replication.cli.tools import add_tools, run_tool
 from composer_replication.errors import ReplicationError
@@ -95,16 +96,6 @@ heard of; with --jobs the services are asked (with their clients and credentials
 'report', and follows the run. On a machine without a browser: ssh -L 8765:127.0.0.1:8765 HOST, and --port 8765.
 """
 
-_SCHEDULE = """\
-examples:
-  composer-replication schedule --steps 50000 --base 500 --warmup 1000
-  composer-replication schedule --steps 6490 --base 100 --warmup 200 --decay linear --json
-  composer-replication schedule --steps 50000 --base 500 --warmup 1000 --policy qsr
-
-Every interval is taken to support an increase: the adaptive policy's rounds are the least that a run can come to.
-The last interval is cut to what the steps leave.
-"""
-
 _REPLICA = """\
 One replica, on whatever machine it shall run, is
 
@@ -162,23 +153,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     status.add_argument("--web", action="store_true", help="with --watch: as a page for a browser on this machine")
     status.add_argument("--port", type=int, metavar="N", help="of that page (default: one that is free)")
 
-    schedule = command("schedule", "show the intervals that a policy would run", _SCHEDULE)
-    add = schedule.add_argument
-    add("--steps", type=int, required=True, help="inner steps of the run")
-    add("--base", type=int, required=True, help="base horizon: steps of the first intervals")
-    add("--warmup", type=int, default=0, help="steps of learning-rate warm-up (default 0)")
-    add("--decay", default="cosine", choices=("cosine", "linear"), help="learning rate after warm-up (default cosine)")
-    add("--final-fraction", type=float, default=0.0, help="of the peak, at the end (default 0)")
-    add("--policy", default="autoloco", help="autoloco (default), staircase, fixed, qsr or linear")
-    add("--peak-lr", type=float, default=1.0, help="highest learning rate (default 1; matters with --alpha only)")
-    add("--alpha", type=float, help="qsr: its coefficient (default sqrt(base) * peak-lr)")
-    add("--increment", type=int, help="linear: growth of the interval (default 10)")
-    add("--min", type=int, help="least horizon (default base / 2)")
-    add("--max", type=int, help="greatest horizon (default 1.5 * base)")
-    add("--step", type=int, help="distance between horizons (default base / 10)")
-    add("--growth-cap", type=float, help="a longer interval's learning-rate mass over the last's (default 1.15)")
-    add("--json", action="store_true", help='for programs: {"rounds": 73, "horizons": [500, ...]}')
-
+    add_schedule(command)
     add_simulate(command)
     add_report(command)
     add_job_commands(command)
@@ -197,7 +172,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"there is no command {words[0]!r}.{_nearest(words[0], commands) or ' --help lists them.'}")
     args, rest = parser.parse_known_args(words)
     # argparse gives up on `launch RECIPE --plain key=value`: what is left over there is overrides.
-    if rest and (args.command not in ("launch", "plan", "simulate") or any(word.startswith("-") for word in rest)):
+    if rest and (
+        args.command not in ("launch", "plan", "schedule", "simulate") or any(word.startswith("-") for word in rest)
+    ):
         unknown = [word for word in rest if word.startswith("-")] or rest
         own = commands[args.command]
         hint = _nearest(unknown[0].partition("=")[0], own._option_string_actions)

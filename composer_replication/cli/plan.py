@@ -18,9 +18,8 @@ from composer_replication.cli.launch import checked_recipe, intention, least_rou
 from composer_replication.cli.plan_access import access_of, credentials_of
 from composer_replication.cli.plan_text import plan_lines
 from composer_replication.cli.prices import Price, Prices, break_even
-from composer_replication.collective.object_store.costs import Link, busiest_share
+from composer_replication.cli.round_cost import round_cost
 from composer_replication.collective.object_store.wire import for_people
-from composer_replication.diloco.serverless.components import parameter_count
 from composer_replication.diloco.serverless.groups import (
     Group,
     groups_of,
@@ -64,7 +63,7 @@ def plan(
         "intention": intention(recipe),
         "store": recipe.store.uri,
         "groups": shown,
-        "round": _round(recipe, elements, bandwidth),
+        "round": round_cost(recipe, elements, bandwidth),
         "rounds": {"least": least_rounds(recipe), "fixed": -(-recipe.training.steps // recipe.autoloco.base_horizon)},
         "warnings": [*places_to_warn_of(recipe), *_warnings(recipe, groups)],
     }
@@ -117,25 +116,6 @@ def _group(group: Group, recipe: Recipe, specs: list[ReplicaSpec], code: bytes |
 def _budgets(group: Group, recipe: Recipe) -> dict[str, Any]:
     both = {"restarts": recipe.executor.restarts, "error_restarts": recipe.executor.error_restarts}
     return {name: group.options.get(name, value) for name, value in both.items()}
-
-
-def _round(recipe: Recipe, elements: int | None, bandwidth: float) -> dict[str, Any] | None:
-    """Bytes and seconds of a round; None if nobody knows how large the model is."""
-    if elements is None:
-        elements = parameter_count(recipe)
-    if elements is None:
-        return None
-    link = Link(up=bandwidth * 1e6 / 8, down=bandwidth * 1e6 / 8)
-    slowest, seconds = busiest_share(recipe.fleet.replicas, elements, recipe.codec, link)
-    return {
-        "parameters": elements,
-        "codec": recipe.codec,
-        "bandwidth_mbit": bandwidth,
-        "up_bytes": slowest.up_bytes,
-        "down_bytes": slowest.down_bytes,
-        "requests": slowest.puts + slowest.gets,
-        "seconds": seconds,
-    }
 
 
 def _warnings(recipe: Recipe, groups: Sequence[Group]) -> list[str]:

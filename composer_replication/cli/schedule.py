@@ -1,23 +1,29 @@
-"""`schedule`: the intervals that a policy would run over a learning-rate schedule."""
+"""`schedule`: the intervals that a policy would run over a learning-rate schedule, or over a recipe's."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from composer_replication.autoloco.config import AutoLoCoConfig
 from composer_replication.autoloco.policies import make_policy
 from composer_replication.autoloco.schedule import run_lengths, run_schedule, schedule_rates
+from composer_replication.cli.schedule_options import DEFAULT_BANDWIDTH
 
-__all__ = ["plot", "schedule"]
+__all__ = ["interval_lines", "plot", "schedule"]
 
 # The options that aren't called like the setting behind them, for messages.
 _OPTIONS = {"base_horizon": "--base", "min_horizon": "--min", "max_horizon": "--max", "horizon_step": "--step"}
 
 
 def schedule(args: argparse.Namespace) -> int:
+    _check_use(args)
+    if args.recipe is not None:
+        from composer_replication.cli.recipe_schedule import recipe_schedule  # loads torch
+
+        return recipe_schedule(args)
     try:
         steps = _intervals(args)
     except ValueError as error:
@@ -29,17 +35,34 @@ def schedule(args: argparse.Namespace) -> int:
     fixed = -(-args.steps // args.base)
     share = 100 * len(steps) / fixed
     print(f"{len(steps)} rounds for {args.steps} steps; a fixed interval of {args.base} takes {fixed} ({share:.0f} %)")
-    lengths = run_lengths(steps)
-    if len(lengths) <= 40:
-        print(", ".join(f"{steps}×{times}" for steps, times in lengths))
-    else:
-        shown = [f"{steps}×{times}" for steps, times in (*lengths[:8], *lengths[-8:])]
-        print(", ".join([*shown[:8], "...", *shown[8:]]))
-    print()
-    for line in plot(steps):
+    for line in interval_lines(steps):
         print(line)
     sys.stdout.flush()
     return 0
+
+
+def _check_use(args: argparse.Namespace) -> None:
+    recipe_only = {"--bandwidth": args.bandwidth, "--parameters": args.parameters, "--step-seconds": args.step_seconds}
+    if args.recipe is None:
+        if args.steps is None or args.base is None:
+            raise ValueError("give a recipe, or --steps and --base")
+        given = [name for name, value in recipe_only.items() if value not in (None, DEFAULT_BANDWIDTH)]
+        if given:
+            raise ValueError(f"{given[0]} needs a recipe: how many replicas exchange what?")
+        return
+    own = ("steps", "base", "min", "max", "step", "growth_cap", "alpha", "increment")
+    given = [name for name in own if getattr(args, name) is not None]
+    if given:
+        raise ValueError(f"--{given[0].replace('_', '-')} is the recipe's to say: put key=value over it instead")
+
+
+def interval_lines(intervals: Sequence[int]) -> Iterator[str]:
+    """How often which interval, and a plot."""
+    lengths = run_lengths(intervals)
+    shown = [f"{steps}×{times}" for steps, times in lengths]
+    yield ", ".join(shown if len(shown) <= 40 else [*shown[:8], "...", *shown[-8:]])
+    yield ""
+    yield from plot(intervals)
 
 
 def _intervals(args: argparse.Namespace) -> tuple[int, ...]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -23,6 +21,7 @@ from composer_replication.errors import RecipeError, StoreError
 from composer_replication.recipe.messages import nearest
 from composer_replication.recipe.schema import DataSection, ModelSection, Recipe
 from composer_replication.tasks.optim import build_optimizer, build_scheduler
+from composer_replication.tasks.shapes import trained_parameters
 
 __all__ = [
     "build_data",
@@ -106,15 +105,12 @@ def parameter_count(recipe: Recipe) -> int | None:
     """
     if recipe.model.name is None:
         return None
-    args = dict(recipe.model.args)
-    if recipe.model.name == "causal_lm":
-        args["pretrained"] = False
     try:
-        with torch.device("meta"):
-            model = _build(replace(recipe.model, args=args), "model")
-    except (RecipeError, StoreError):
+        target = _target(recipe.model, "model")
+        _check_arguments(target, recipe.model.args, "model.args")
+        return trained_parameters(recipe.model.name, target, recipe.model.args)
+    except (RecipeError, StoreError, TypeError, ValueError):
         return None
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def build_data(recipe: Recipe) -> Any:
