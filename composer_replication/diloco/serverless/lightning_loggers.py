@@ -69,7 +69,8 @@ def _mlflow(run: LoggedRun, recipe: Recipe) -> Logger:
         tags=dict(run.tags),
         run_id=run.remembered("mlflow"),
     )
-    run.remember("mlflow", str(logger.run_id))
+    if logger.run_id is not None:  # only rank 0 of a replica has one
+        run.remember("mlflow", logger.run_id)
     return logger
 
 
