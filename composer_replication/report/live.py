@@ -62,7 +62,6 @@ class LiveServer:
 
         class Handler(BaseHTTPRequestHandler):
             server_version, sys_version = "composer-replication", ""
-            protocol_version = "HTTP/1.1"
             timeout = 60.0  # of a connection on which nothing comes
 
             def do_GET(self) -> None:

@@ -153,7 +153,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_damage_of_a_run_keeps_the_page_from_being_made(data: st.DataObject) -> None:
     values: dict[str, Any] = run_json()

@@ -1,0 +1,211 @@
+"""`report`: what it takes, what it writes, what it says; and that a store's records are what its replicas saw."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer_replication.cli import main
+from composer_replication.cli.recorded import policy_from_settings, run_record
+from composer_replication.cli.report import run_of
+from composer_replication.cli.report_live import live_look
+from composer_replication.cli.view import RunReader
+from composer_replication.collective.object_store import keys
+from composer_replication.diloco.round_record import RoundRecord, record_of
+from composer_replication.report import read_file
+from composer_replication.store import open_store
+from tests.report.fleet import POLICY, SteppedFleet
+from tests.report.samples import run_json
+
+LATER = {"wait_seconds", "exchange_seconds", "bytes_sent", "bytes_received", "straggler", "straggler_seconds"}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> str:
+    path = tmp_path / "runs.jsonl"
+    path.write_text("".join(json.dumps(run_json(seed=seed)) + "\n" for seed in (1, 2)))
+    return str(path)
+
+
+def test_a_store_tells_what_its_replicas_saw(tmp_path: Path) -> None:
+    place = str(tmp_path / "store")
+    fleet = SteppedFleet(place)
+    seen = []
+    while fleet.replicas[0].left:
+        seen.append(fleet.round())
+    fleet.finish()
+    reader = RunReader(open_store(place))
+    reader.refresh()
+    values = run_record(reader, name="x", source="y")
+    assert (values["steps"], values["replicas"], values["elements"], values["ended"]) == (60, 2, 16 * 17, True)
+    assert [one["steps"] for one in values["rounds"]] == [one.steps for one in seen]
+    assert {one["action"] for one in values["rounds"]} >= {"keep", "grow"}
+    for one, summary in zip(values["rounds"], seen, strict=True):
+        theirs = record_of(summary).to_json()
+        if theirs["observation"] is None:  # nobody went on: only the others' next reports would have told the drift
+            theirs["drift"] = theirs["coherence"] = None
+            one |= {"drift": None, "coherence": None}
+        told = one["replicas"]["0"]
+        assert told["wait_seconds"] == summary.wait_seconds and told["bytes_sent"] == summary.bytes_sent
+        for record in (one, theirs):
+            for replica in record["replicas"].values():
+                for name in LATER:
+                    replica.pop(name, None)
+        assert one == theirs
+        RoundRecord.from_json(one)  # what is written can be read, and replayed
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    place = str(tmp_path / "store")
+    fleet = SteppedFleet(place)
+    reader = RunReader(open_store(place))
+    look = live_look(reader, place)
+    assert look()["notices"] == ["store: no round is closed yet"] and look()["live"]["words"] == "round 0 is open"
+    for count in (1, 2):
+        fleet.round()
+        values = look()
+        assert values["live"]["words"] == f"round {count} is open" and values["notices"] == []
+        assert len(values["runs"][0]["rounds"]["rows"]) == count
+    assert [row[0] for row in values["live"]["now"]["rows"]] == ["0", "1"]
+    assert run_of(reader, place).notices == ("it isn't finished (it still runs, or was interrupted): 8 of 60 steps",)
+    fleet.finish()
+    assert look()["live"] == {"words": f"round {len(reader.rounds)} is open", "ended": True, "now": None}
+    fleet.close()
+
+
+def test_the_live_page_of_a_store_that_is_not_there_yet(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    values = live_look(RunReader(open_store(str(tmp_path / "store"))), "store")()
+    assert "no fleet.json" in values["notices"][0] and values["runs"] == [] and values["live"]["now"] is None
+
+
+def test_a_damaged_roster_hides_only_what_comes_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place, page = tmp_path / "store", tmp_path / "page.html"
+    fleet = SteppedFleet(str(place))
+    for _ in range(3):
+        fleet.round()
+    fleet.close()
+    (place / keys.roster(2, 0)).write_bytes(b"{half a ros")
+    assert main(["report", str(place), "-o", str(page)]) == 0
+    told = capsys.readouterr().out
+    assert "could be read up to round 1 only" in told and "rounds/00000002/0/roster.json isn't JSON" in told
+    assert "could be read up to round 1 only" in page.read_text() and "8 of 60 steps" in told
+
+
+def test_a_page_of_files(runs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("an old one")
+    assert main(["report", runs, "-o", str(page)]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith(f"{page}: made by hand, 2 runs, 2 replicas, 100 steps each, ") and told.err == ""
+    assert "AutoLoCo: 20 % fewer rounds; 2.0000 validation loss, ± 0.0000 over 2 runs; 25 % of the repl" in told.out
+    html = page.read_text()
+    assert html.startswith("<!DOCTYPE html>") and html.count("plotly.js v") >= 1 and "made by hand" in html
+    assert {path.name for path in tmp_path.iterdir()} == {"page.html", "runs.jsonl"}  # no draft is left
+
+
+def test_the_page_is_in_this_folder_unless_said_otherwise(
+    runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", runs, "--json"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["seed"] for one in told] == [1, 2] and not Path("report.html").exists()
+    assert main(["report", runs]) == 0 and Path("report.html").is_file()
+
+
+def test_rounds_are_written_so_that_they_can_be_read(runs: str, tmp_path: Path) -> None:
+    written = tmp_path / "rounds.jsonl"
+    assert main(["report", runs, "--rounds", str(written), "-o", str(tmp_path / "page.html")]) == 0
+    assert len(written.read_text().splitlines()) == 2 + 2 * 8
+    before, after = read_file(Path(runs)), read_file(written)
+    assert [(one.seed, one.rounds, one.settings) for one in after] == [
+        (one.seed, one.rounds, one.settings) for one in before
+    ]
+
+
+def test_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    fleet = SteppedFleet(str(folder / "store"))
+    fleet.round()
+    fleet.finish()
+    (folder / "recipe.yaml").write_text(
+        "name: x\nmodel: {name: byte_gpt}\ndata: {name: text_bytes}\ntraining: {seed: 5}\n"
+    )
+    (folder / "summary.json").write_text('{"validation_loss": 1.25, "digests": ["d"], "seconds": 3.5}')
+    assert main(["report", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["name"], told["seed"], told["result"]["validation_loss"]) == ("small", 5, 1.25)
+    assert told["training"]["model"]["name"] == "byte_gpt" and "output" not in told["training"]
+
+
+@pytest.mark.parametrize("text", ["", "no JSON\n"])
+def test_nothing_that_can_be_read(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.jsonl").write_text(text)
+    (tmp_path / "empty").mkdir()
+    page = tmp_path / "page.html"
+    sources = [str(tmp_path / name) for name in ("x.jsonl", "empty", "nowhere")]
+    assert main(["report", *sources, "-o", str(page)]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 3 and "x.jsonl" in told[0] and "no fleet.json" in told[1] and "isn't there" in told[2]
+    assert not page.exists()
+
+
+def test_what_can_be_read_is_shown_beside_what_cannot(runs: str, tmp_path: Path, capsys) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", runs, str(tmp_path / "nowhere"), "-o", str(page)]) == 0
+    told = capsys.readouterr()
+    assert "isn't there" in told.err and "note: " in told.out and "nowhere isn't there" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["-o", "/no/such/folder/page.html"], "there is no folder /no/such/folder"),
+        (["--rounds", "/no/such/folder/r.jsonl"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_wrong_arguments(more: list[str], words: str, runs: str, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", runs, *more]) == 2
+    assert words in capsys.readouterr().err and not Path("report.html").exists()
+
+
+def test_a_page_that_cannot_be_written(runs: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "folder").mkdir()
+    assert main(["report", runs, "-o", str(tmp_path / "folder")]) == 2
+    assert "can't be written" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "runs.jsonl"}  # nor is a draft left
+
+
+def test_without_plotly_the_extra_is_named(runs: str, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", runs]) == 2
+    assert "pip install 'composer-replication[report]'" in capsys.readouterr().err
+    assert main(["report", runs, "--json"]) == 0
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["report", "--help"])
+    told = capsys.readouterr().out
+    assert told.count("composer-replication report") >= 5 and "exit code: 0 written" in told
+    with pytest.raises(SystemExit):
+        main(["report"])
+    assert "SOURCE" in capsys.readouterr().err
+
+
+def test_a_policy_is_made_again_of_what_the_fleet_agreed_on() -> None:
+    for settings in (POLICY.settings(), {"policy": "fixed", "horizon": 7}, {"policy": "linear", "increment": 3}):
+        policy, problem = policy_from_settings(settings)
+        assert policy is not None and problem == "" and policy.settings() == settings
+    qsr = {"policy": "qsr", "base_horizon": 5, "warmup_steps": 2, "alpha": 0.5}
+    policy, _ = policy_from_settings(qsr)
+    assert policy is not None and policy.settings() == qsr
+    assert policy_from_settings({"policy": "mine"})[1].startswith("its policy 'mine' isn't one of this package")
+    assert "can't be asked again" in policy_from_settings({"policy": "autoloco", "base_horizon": -1})[1]
