@@ -235,6 +235,8 @@ def _who(known: Sequence[tuple[Run, Any]]) -> str:
         for replica, (rounds, seconds) in times.waited_for.items():
             before = sums.get(replica, (0, 0.0))
             sums[replica] = (before[0] + rounds, before[1] + seconds)
+    if not sums and not all(times.measured for _, times in known):
+        return "Worked out for machines that were described to it, not measured."
     if not sums:
         return "Nobody had to be waited for."
     who, (rounds, seconds) = max(sums.items(), key=lambda item: item[1][1])

@@ -25,7 +25,7 @@ def read_file(path: Path) -> list[Run]:
     lines = 0
     for number, values in _objects(path, problems):
         lines += 1
-        if isinstance(values.get("rounds"), list) or values.get("kind") == "run":
+        if _is_run(values):
             runs.append((values, []))
         elif "round" in values and runs and not isinstance(runs[-1][0].get("rounds"), list):
             runs[-1][0].setdefault("_lines", []).append(values)
@@ -36,6 +36,8 @@ def read_file(path: Path) -> list[Run]:
     if loose:
         version = max((one["version"] for one in loose if isinstance(one.get("version"), int)), default=None)
         runs.insert(0, ({"version": version, "rounds": loose, "policy": _policy_of(loose)}, []))
+    if not runs and problems and (whole := _whole_file(path)):
+        runs, problems = [(one, []) for one in whole], []
     if not runs:
         if problems:
             raise ValueError(f"{path}: {problems[0]}{' (and more)' if len(problems) > 1 else ''}; no run could be read")
@@ -46,11 +48,24 @@ def read_file(path: Path) -> list[Run]:
         if rounds is not None:
             values = {**values, "rounds": rounds}
         trouble = problems if index == len(runs) - 1 else []
-        default = path.name.removesuffix(".gz").removesuffix(".jsonl")
+        default = path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
         if default == "rounds" and path.parent.name:
             default = path.parent.name
         found.append(run_from_json(values, source=str(path), notices=[*said, *trouble], default=default))
     return found
+
+
+def _whole_file(path: Path) -> list[dict[str, Any]]:
+    """The runs of a file that is one JSON value over several lines."""
+    try:
+        values = json.loads("".join(line for _, line in _lines(path, [])))
+    except (ValueError, RecursionError):
+        return []
+    return [one for one in (values if isinstance(values, list) else [values]) if _is_run(one)]
+
+
+def _is_run(values: Any) -> bool:
+    return isinstance(values, dict) and (isinstance(values.get("rounds"), list) or values.get("kind") == "run")
 
 
 def _objects(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:

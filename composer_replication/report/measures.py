@@ -5,6 +5,7 @@ Invariant: what wasn't recorded is None; nothing is guessed, and what is worked 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -101,6 +102,7 @@ class Times:
     by_replica: dict[int, tuple[float, float, float]]
     rounds: int  # that have been told of
     waited_for: dict[int, tuple[int, float]]  # replica -> (rounds in which it came last, seconds that others waited)
+    measured: bool = True  # else worked out by `simulate` for machines that it was given
 
     @property
     def train(self) -> float:
@@ -128,7 +130,7 @@ class Times:
 
 
 def times_of(run: Run) -> Times | None:
-    """None if no round says how long it was trained."""
+    """None if neither the rounds nor a simulation of machines say how long replicas trained."""
     sums: dict[int, tuple[float, float, float]] = {}
     told = 0
     for one in run.rounds:
@@ -138,8 +140,24 @@ def times_of(run: Run) -> Times | None:
             before = sums.get(i, (0.0, 0.0, 0.0))
             sums[i] = (before[0] + found[0], before[1] + found[1], before[2] + found[2])
     if not sums or not any(sum(one) > 0 for one in sums.values()):
-        return None
+        return _simulated_times(run)
     return Times(by_replica=dict(sorted(sums.items())), rounds=told, waited_for=_waited_for(run))
+
+
+def _simulated_times(run: Run) -> Times | None:
+    """What was trained in vain, and when a machine was gone, counts as waiting here: nobody trained then."""
+    told = run.raw.get("time")
+    replicas = told.get("replicas") if isinstance(told, Mapping) else None
+    found: dict[int, tuple[float, float, float]] = {}
+    for replica, parts in enumerate(replicas if isinstance(replicas, list) else ()):
+        if not isinstance(parts, Mapping):
+            return None
+        names = ("train", "exchange", "wait", "lost", "down")
+        train, exchange, *idle = (max(number(parts, f"{name}_seconds") or 0.0, 0.0) for name in names)
+        found[replica] = (train, sum(idle), exchange)
+    if not any(sum(one) > 0 for one in found.values()):
+        return None
+    return Times(by_replica=found, rounds=run.exchanges, waited_for={}, measured=False)
 
 
 def spent_seconds(one: Round, replica: int) -> tuple[float, float, float] | None:

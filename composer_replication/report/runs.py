@@ -178,7 +178,20 @@ def _stretches(losses: Iterable[Any]) -> tuple[Round, ...]:
 
 
 def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    own = ("version", "kind", "name", "source", "seed", "rounds", "result", "versions", "ended", "notices", "losses")
+    own = (
+        "version",
+        "kind",
+        "name",
+        "source",
+        "seed",
+        "rounds",
+        "result",
+        "versions",
+        "ended",
+        "notices",
+        "losses",
+        "time",
+    )
     gone = (*own, "recipe", "validation_loss", "digest", "bytes_sent", "seconds", "created")
     return {name: value for name, value in values.items() if name not in gone}
 

@@ -110,6 +110,22 @@ def test_bytes_that_were_not_measured_follow_from_the_model_and_the_codec() -> N
     assert "worked out from the model's size" in facts(values)[0]["lines"][1]
 
 
+def test_times_that_a_simulation_worked_out() -> None:
+    part = {
+        "train_seconds": 60.0,
+        "exchange_seconds": 20.0,
+        "wait_seconds": 10.0,
+        "lost_seconds": 6.0,
+        "down_seconds": 4.0,
+    }
+    values = run_json(time={"seconds": 100.0, "replicas": [part, {**part, "train_seconds": 80.0, "wait_seconds": 0.0}]})
+    for one in values["rounds"]:
+        one["replicas"] = {}
+    time = facts(values)[2]
+    assert [round(share["value"], 3) for share in time["shares"]] == [round(140 / 210, 3), round(30 / 210, 3), 0.19]
+    assert time["lines"][1] == "Worked out for machines that were described to it, not measured."
+
+
 def test_data_parallelism_exchanges_in_every_step() -> None:
     values = run_json(policy="ddp", base_horizon=10) | {"losses": [[50, 2.0], [100, 1.5]], "rounds": []}
     run = run_from_json(values, source="a file")

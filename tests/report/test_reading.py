@@ -31,6 +31,15 @@ def test_several_runs_of_a_file_plain_and_compressed(tmp_path: Path) -> None:
     assert all(run.ended and run.notices == () for run in plain)
 
 
+def test_json_over_several_lines(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(run_json(seed=4), indent=1))
+    (run,) = read_file(path)
+    assert run.seed == 4 and run.notices == ()
+    path.write_text(json.dumps([run_json(seed=4), run_json(seed=5)], indent=1))
+    assert [run.seed for run in read_file(path)] == [4, 5]
+
+
 def test_a_half_written_line_is_named_and_the_rest_is_there(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     path.write_text(lines(run_json(seed=1), run_json(seed=2)) + json.dumps(run_json(seed=3))[:500])
