@@ -23,6 +23,11 @@ ALWAYS = (  # in the navigation, whether or not a page links there
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("spikes/*/README.md")),
 )
 _LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s]+)(?P<after>[^)]*\))")
+_NO_TYPE = re.compile(
+    r"(<tr class=\"doc-section-item\">\s*<td>\s*<code>[^<]*</code>\s*</td>\s*<td>\s*</td>(?:(?!</tr>).)*?)"
+    r"<em>required</em>",
+    re.S,
+)
 _FENCE = re.compile(r"^ {0,3}(```|~~~)")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".sh": "bash", ".toml": "toml"}
 _PICTURES = (".png", ".svg", ".jpg", ".gif")
@@ -54,6 +59,15 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Point the links of a page at where things lie in the site."""
     return rewrite(markdown, page.file.src_uri, _origin(page.file.src_uri))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """In the reference, don't call "required" what has no place of its own in a signature.
+
+    One entry of a docstring may describe several arguments ("replica, replicas: ...") or one of `**options`; such an
+    entry has no type, and would be called required, as no default is found for it.
+    """
+    return _NO_TYPE.sub(r"\1", html) if page.file.src_uri.startswith("api/") else html
 
 
 def rewrite(markdown: str, src_uri: str, origin: str) -> str:

@@ -116,10 +116,11 @@ def test_yaml(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     recipe_from(yaml.safe_dump(whole), file=block.name)
 
 
-@pytest.mark.parametrize("block", of("json"))
-def test_json(block: Block) -> None:
-    for value in [block.text] if block.text.lstrip().startswith("{\n") else block.text.splitlines():
-        json.loads(value)
+def test_json() -> None:
+    """One value, or one on each line."""
+    for block in (block for block in BLOCKS if block.language == "json" and not block.reason):
+        for value in [block.text] if block.text.lstrip().startswith("{\n") else block.text.splitlines():
+            json.loads(value)
 
 
 @pytest.mark.parametrize("block", of("text"))

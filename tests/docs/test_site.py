@@ -130,6 +130,16 @@ def test_links_hold_where_the_repository_is_browsed() -> None:
     assert looked > 150
 
 
+def test_arguments_that_share_an_entry_are_not_called_required(site: Path) -> None:
+    rows = re.findall(
+        r"<tr class=\"doc-section-item\">(.*?)</tr>",
+        (site / "api" / "lightning.html").read_text(encoding="utf-8"),
+        re.S,
+    )
+    shared = [row for row in rows if "<code>replica, replicas</code>" in row]
+    assert shared and not any("required" in row for row in shared)
+
+
 def public_names(package: str) -> list[str]:
     """`__all__`, without importing."""
     where = ROOT.joinpath("composer_replication", *filter(None, package.split(".")))
