@@ -69,6 +69,8 @@ def run_record(reader: RunReader, *, name: str, source: str) -> dict[str, Any]:
 def policy_from_settings(settings: Mapping[str, Any]) -> tuple[Policy | None, str]:
     """(the policy that a fleet agreed on, ""), or (None, why it can't be asked)."""
     name = settings.get("policy")
+    if name is None:  # a store that was used for plain averaging
+        return None, ""
     if name not in POLICIES:
         return None, f"its policy {name!r} isn't one of this package: what it decided isn't shown"
     values = dict(_known(AutoLoCoConfig, settings))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
 
 from composer_replication.cli import main
 from composer_replication.cli.recorded import policy_from_settings, run_record
@@ -14,11 +18,15 @@ from composer_replication.cli.report import run_of
 from composer_replication.cli.report_live import live_look
 from composer_replication.cli.view import RunReader
 from composer_replication.collective.object_store import keys
+from composer_replication.collective.object_store.sealing import begin_epoch
 from composer_replication.diloco.round_record import RoundRecord, record_of
+from composer_replication.diloco.serverless import ObjectStoreAllReduce
 from composer_replication.report import read_file
 from composer_replication.store import open_store
+from tests.cli.fleets import train
 from tests.report.fleet import POLICY, SteppedFleet
 from tests.report.samples import run_json
+from tests.support.threads import run_threads
 
 LATER = {"wait_seconds", "exchange_seconds", "bytes_sent", "bytes_received", "straggler", "straggler_seconds"}
 
@@ -141,6 +149,45 @@ def test_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     told = json.loads(capsys.readouterr().out)
     assert (told["name"], told["seed"], told["result"]["validation_loss"]) == ("small", 5, 1.25)
     assert told["training"]["model"]["name"] == "byte_gpt" and "output" not in told["training"]
+
+
+def test_a_run_that_is_resumed_with_a_larger_fleet(tmp_path: Path) -> None:
+    place = str(tmp_path / "store")
+    train(place, rounds=9, stop_after=5, checkpoint_every=2)
+    reader = RunReader(open_store(place))
+    for epoch in (False, True):
+        if epoch:
+            begin_epoch(open_store(place), 3)
+        reader.refresh()
+        values = run_record(reader, name="x", source="y")
+        assert [one["round"] for one in values["rounds"]] == [0, 1, 2, 3, 4] and values["steps"] == 9
+        assert values["replicas"] == (3 if epoch else 2)
+        assert reader.sizes == ({0: 2, 5: 3} if epoch else {0: 2})
+        assert {one["observation"]["fleet"] for one in values["rounds"]} == {2}
+
+
+def test_a_store_that_was_used_for_plain_averaging(tmp_path: Path) -> None:
+    replicas = [ObjectStoreAllReduce(i, 2, tmp_path.as_uri(), poll_s=0.02) for i in (0, 1)]
+    run_threads([lambda one=one: one.allreduce(torch.ones(3)) for one in replicas])
+    run = run_of(RunReader(open_store(str(tmp_path))), str(tmp_path))
+    assert (len(run.rounds), run.replicas, run.policy) == (1, 2, "unknown policy")
+    assert "policy" not in " ".join(run.notices)
+    for one in replicas:
+        one.close()
+
+
+@pytest.mark.processes
+def test_ctrl_c_ends_the_live_page(tmp_path: Path) -> None:
+    train(str(tmp_path / "store"), rounds=1)
+    command = [sys.executable, "-m", "composer_replication.cli", "status", str(tmp_path / "store"), "--watch", "--web"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[0]
+        with urllib.request.urlopen(f"{url}values.json", timeout=60) as answer:
+            assert json.loads(answer.read())["live"]["ended"] is True
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "")
 
 
 @pytest.mark.parametrize("text", ["", "no JSON\n"])
