@@ -7,15 +7,16 @@ reference can't find.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
 import zlib
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.docs.blocks import ROOT
 
@@ -41,50 +42,45 @@ ALIASES = {"K8sExecutor": "VolcanoExecutor", "MockManager": "ObjectStoreManager"
 TABLES = {"POLICIES"}
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    return folder, subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=200)
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """(the site's folder, exit status, what was printed), built once for all processes of the test run."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with FileLock(folder / "site.lock"):
+        told = folder / "site.json"
+        if not told.exists():
+            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "site")]
+            environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+            done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=220)
+            told.write_text(json.dumps([done.returncode, done.stdout + done.stderr]))
+        return (folder / "site", *json.loads(told.read_text()))
 
 
-@pytest.fixture(scope="module")
-def site(built: tuple[Path, subprocess.CompletedProcess[str]]) -> Path:
+@pytest.fixture(scope="session")
+def site(built: tuple[Path, int, str]) -> Path:
     return built[0]  # also with warnings: they fail the one test that is about them
 
 
-def test_it_is_built_without_a_warning(built: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    done = built[1]
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_it_is_built_without_a_warning(built: tuple[Path, int, str]) -> None:
+    _, status, printed = built
+    assert status == 0, printed
 
 
-class _Fetched(HTMLParser):
-    """What a browser fetches by itself when it opens a page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.style = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        named = dict(attrs)
-        self.style = tag == "style"
-        if tag == "link" and {"canonical", "prev", "next"} & {*(named.get("rel") or "").split()}:
-            return
-        fetched = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}
-        if tag in fetched and named.get(fetched[tag]):
-            self.found.append(str(named[fetched[tag]]))
-
-    def handle_data(self, data: str) -> None:
-        if self.style:
-            self.found += re.findall(r"url\(([^)]+)\)", data)
+_TAG = re.compile(r"<(link|script|img|iframe|source)\b([^>]*)>|<style\b[^>]*>(.*?)</style>", re.S)
+_ATTRIBUTE = re.compile(r"([\w-]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s\"'>]+))")
 
 
 def fetched_by(html: str) -> list[str]:
-    parser = _Fetched()
-    parser.feed(html)
-    return parser.found
+    """What a browser fetches by itself when it opens a page."""
+    found: list[str] = []
+    for tag, attributes, style in _TAG.findall(html):
+        named = {name.lower(): "".join(values) for name, *values in _ATTRIBUTE.findall(attributes)}
+        found += re.findall(r"url\(([^)]+)\)", style)
+        if tag and not {"canonical", "prev", "next"} & {*named.get("rel", "").split()}:
+            found += [named[key] for key in ("href", "src") if named.get(key)]
+    return found
 
 
 def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
