@@ -67,7 +67,7 @@ def payload(
             for index, group in enumerate(groups)
             for run in group.runs
         ],
-        "settings": settings_table(shown),
+        "settings": settings_table(groups),
         "sources": list(dict.fromkeys(run.source for run in shown)),
     }
 

@@ -53,30 +53,29 @@ def comparison(groups: Sequence[Group]) -> Table:
     return {"columns": columns, "rows": rows, "colours": [group.colour for group in groups]}
 
 
-def settings_table(runs: Sequence[Run]) -> list[Table]:
-    """What differs between the runs, then what is the same, then the versions."""
-    if not runs:
+def settings_table(groups: Sequence[Group]) -> list[Table]:
+    """What differs between the groups, then what is the same, then the versions."""
+    if not groups:
         return []
-    each = [flat(run.settings) for run in runs]
+    each = [flat(group.first.settings) for group in groups]
     names = list(dict.fromkeys(name for one in each for name in one))
-    differing = set(differing_settings(runs))
-    labels = [f"{run.name}, seed {run.seed}" if run.seed is not None else run.name for run in runs]
-    several = len(runs) > 1
+    differing = set(differing_settings([group.first for group in groups]))
+    labels = [group.label for group in groups]
     found: list[Table] = []
     if differing:
-        rows = [[name, *(one.get(name, "–") for one in each)] for name in names if name in differing]
+        rows = [[name, *(one.get(name, _NO) for one in each)] for name in names if name in differing]
         found.append({"title": "What differs", "columns": ["setting", *labels], "rows": rows})
     same = [[name, each[0][name]] for name in names if name not in differing]
     if same:
-        title = "The same in all runs" if several else "Settings"
+        title = "The same in all" if len(groups) > 1 else "Settings"
         found.append({"title": title, "columns": ["setting", "value"], "rows": same})
-    versions = [flat(run.versions) for run in runs]
+    versions = [flat(group.first.versions) for group in groups]
     kinds = list(dict.fromkeys(name for one in versions for name in one))
     if kinds:
         alike = all(one == versions[0] for one in versions)
-        columns = ["software", "version"] if alike or not several else ["software", *labels]
         shown = versions[:1] if alike else versions
-        rows = [[name, *(one.get(name, "–") for one in shown)] for name in kinds]
+        rows = [[name, *(one.get(name, _NO) for one in shown)] for name in kinds]
+        columns = ["software", *(["version"] if alike else labels)]
         found.append({"title": "Versions", "columns": columns, "rows": rows})
     return found
 

@@ -95,3 +95,14 @@ def test_a_mean_and_its_band() -> None:
 def test_long_curves_are_thinned_and_keep_their_end() -> None:
     kept = thinned([(float(i), 0.0) for i in range(10_001)])
     assert len(kept) <= 2001 and kept[-1][0] == 10_000
+
+
+def test_settings_begin_with_what_differs() -> None:
+    values = payload([loaded(seed=1), loaded(seed=2), loaded(policy="fixed", versions={"torch": "2"})])
+    differs, same, versions = values["settings"]
+    assert differs["columns"] == ["setting", "AutoLoCo", "Fixed interval of 10"]
+    assert ["policy.name", "autoloco", "fixed"] in differs["rows"]
+    assert ["policy.settings.growth_cap", "1.15", "–"] in differs["rows"]
+    assert ["codec", "int8"] in same["rows"] and all(row[0] != "seed" for row in same["rows"])
+    assert versions["rows"] == [["composer-replication", "0.1.0", "–"], ["torch", "–", "2"]]
+    assert [table["title"] for table in payload([loaded()])["settings"]] == ["Settings", "Versions"]
