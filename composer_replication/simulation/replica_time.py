@@ -141,7 +141,15 @@ class ReplicaClock:
             return
         self._note_restarts([outage for outage in self._outages if outage.at < at])
         self._cut(max(at, self.free))
+        if math.isinf(at):  # nobody is left who could give up
+            self._gone()
+            return
         self._account(max(at, self.free), self._sum("up"))
+
+    @property
+    def last(self) -> float:
+        """The last moment at which it did something."""
+        return self.free if math.isfinite(self.free) else self._gone_at
 
     def end(self, whole: float) -> None:
         """The run is over: what is left has been waited, or missed."""

@@ -115,7 +115,7 @@ def timeline(
         misses, expected = next_expected(expected, misses, policy, members, late=late)
         over = max((c.free for c in clocks if c.replica in members and math.isfinite(c.free)), default=decision.at)
         rounds.append(RoundTime(steps=steps, members=members, parts=tuple(c.parts for c in clocks), ends=over))
-    whole = max((clock.free for clock in clocks if math.isfinite(clock.free)), default=0.0)
+    whole = max(clock.last for clock in clocks)
     for clock in clocks:
         clock.end(whole)
     if rounds and not aborted:  # the end belongs to the last round

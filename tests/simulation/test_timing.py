@@ -218,6 +218,14 @@ def test_before_there_is_a_round_to_learn_from_skip_waits_as_long_as_it_may() ->
     assert found.rounds[2].ends == pytest.approx(300.0 + 600.0, abs=0.5)
 
 
+def test_all_may_die() -> None:
+    ends = (150.0, 150.0, 170.0)
+    gone = tuple(Outage(replica=replica, at=at, seconds=math.inf) for replica, at in enumerate(ends))
+    for rules in (Rules(), SKIP):
+        found = run([100] * 3, Machines(step_seconds=1.0, link=LINK, outages=gone), rules, replicas=3)
+        assert len(found.rounds) == 1 and found.aborted and found.seconds == 170.0 and found.lost == (1, 1, 1)
+
+
 def test_the_first_round_needs_everyone_and_has_time() -> None:
     late = Machines(step_seconds=1.0, link=LINK, outages=(Outage(replica=1, at=50.0, seconds=850.0),))
     for rules in (Rules(), SKIP):
