@@ -30,7 +30,6 @@ _NO_TYPE = re.compile(
 )
 _FENCE = re.compile(r"^ {0,3}(```|~~~)")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".sh": "bash", ".toml": "toml"}
-_PICTURES = (".png", ".svg", ".jpg", ".gif")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -42,10 +41,10 @@ def on_files(files: Files, config: Any) -> Files:
         origin, text = waiting.pop()
         for target in links(text):
             path, _ = resolve(origin, target)
-            if path is None or path in seen or path.startswith("docs/"):
+            if path is None or path in seen or _in_docs(path):
                 continue
             seen.add(path)
-            if Path(path).suffix in _PICTURES:
+            if _copied(path):
                 files.append(File.generated(config, _site_uri(path), abs_src_path=str(ROOT / path)))
                 continue
             content = _page_of(path)
@@ -126,19 +125,29 @@ def _origin(src_uri: str) -> str:
     return path.removesuffix("index.md") if path.endswith("/index.md") else path.removesuffix(".md")
 
 
+def _in_docs(path: str) -> bool:
+    """Does MkDocs take it into the site by itself? Folders it doesn't."""
+    return path.startswith("docs/") and not path.endswith("/")
+
+
+def _copied(path: str) -> bool:
+    """Pictures and whatever else isn't shown as text."""
+    return not path.endswith("/") and Path(path).suffix not in (".md", *_LANGUAGES)
+
+
 def _site_uri(path: str) -> str:
     """The page of the site for what `resolve` gives."""
-    if path.startswith("docs/"):
+    if _in_docs(path):
         return path[len("docs/") :]
     if path.endswith("/"):
         return f"{AT}/{path}index.md"
-    return f"{AT}/{path}" if Path(path).suffix in (".md", *_PICTURES) else f"{AT}/{path}.md"
+    return f"{AT}/{path}" if path.endswith(".md") or _copied(path) else f"{AT}/{path}.md"
 
 
 def _page_of(path: str) -> str:
     where = ROOT / path
     if path.endswith("/"):
-        names = sorted(p.name for p in where.iterdir() if p.suffix in (".md", *_LANGUAGES))
+        names = sorted(p.name for p in where.iterdir() if p.is_file() and not p.name.startswith("."))
         return "\n".join([f"# {path}", "", *(f"- [{name}]({name})" for name in names), ""])
     text = where.read_text(encoding="utf-8")
     if where.suffix == ".md":

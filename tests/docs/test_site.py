@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import zlib
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,29 @@ def test_links_to_files_of_the_repository_lead_to_their_pages(site: Path) -> Non
     assert 'href="../lightning.html"' in home and 'src="../quickstart.png"' in home
     assert (site / "repository" / "docker" / "index.html").is_file()
     assert (site / "repository" / "composer_replication" / "autoloco" / "index.html").is_file()
+
+
+def test_where_links_lead() -> None:
+    spec = spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    hooks = module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    text = "[a](../examples/plain_loop.py#x) [b](results) [c](results/quickstart.json) [d](https://x.y/z) [e](#f)\n"
+    rewritten = hooks.rewrite(f"{text}```\n[a](../README.md)\n```\n![p](quickstart.png)", "stores.md", "docs/stores.md")
+    assert rewritten.splitlines() == [
+        "[a](repository/examples/plain_loop.py.md#x) [b](repository/docs/results/index.md) "
+        "[c](results/quickstart.json) [d](https://x.y/z) [e](#f)",
+        "```",
+        "[a](../README.md)",  # code stays as it is
+        "```",
+        "![p](quickstart.png)",
+    ]
+    assert hooks.rewrite("[up](../../README.md)", "repository/docker/README.md", "docker/README.md") == (
+        "[up](../../README.md)"  # leads out of the repository: left for MkDocs to complain about
+    )
+    assert (
+        hooks.rewrite("[up](../README.md)", "repository/docker/README.md", "docker/README.md") == "[up](../README.md)"
+    )
 
 
 def test_links_hold_where_the_repository_is_browsed() -> None:
