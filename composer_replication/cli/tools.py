@@ -14,6 +14,7 @@ _EXPORT = """\
 examples:
   composer-replication export s3://bucket/runs/one -o model.safetensors
   composer-replication export runs/quickstart -o model.pt --round 20
+  composer-replication export runs/c4-215m-autoloco -o llama/ --recipe runs/c4-215m-autoloco/recipe.yaml
 
 The newest checkpoint in the store, or that of --round: the weights that the whole fleet shared at the start of that
 round, under the model's own names and in its dtypes, tied tensors under each of their names. Every chunk is checked
@@ -117,6 +118,7 @@ def add_tools(command: Command) -> None:
     export = command("export", "write a run's shared weights to a file", _EXPORT)
     _place(export)
     export.add_argument("-o", "--output", required=True, metavar="FILE", help="ends in .safetensors, .pt or .pth")
+    export.add_argument("--recipe", help="the run's: write a folder of Transformers', config and tokenizer included")
     export.add_argument("--round", type=int, metavar="N", help="the checkpoint of that round (default: the newest)")
     export.add_argument("--float32", action="store_true", help="as the fleet keeps them, not in the model's dtypes")
     export.add_argument("--overwrite", action="store_true", help="replace a file that is there")
@@ -162,6 +164,7 @@ def run_tool(args: argparse.Namespace) -> int | None:
             wide=args.float32,
             overwrite=args.overwrite,
             as_json=args.json,
+            recipe=args.recipe,
         )
     if args.command == "gc":
         from composer_replication.cli.gc import gc

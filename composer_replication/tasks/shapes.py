@@ -1,4 +1,4 @@
-"""How large a built-in model is, told without its weights.
+"""A built-in model without its weights: how large it is, and what others' weights are put into.
 
 Invariant: no memory is taken for weights, and of a model on the Hub only its config is fetched.
 """
@@ -13,11 +13,16 @@ from torch import nn
 
 from composer_replication.tasks.causal_lm import load_error, transformers_module
 
-__all__ = ["trained_parameters"]
+__all__ = ["model_shapes", "trained_parameters"]
 
 
 def trained_parameters(name: str, make: Callable[..., nn.Module], args: Mapping[str, Any]) -> int:
-    """Of the built-in model `name`, which `make` makes from `args`. Raises what `make` raises."""
+    """How many the built-in model `name` has. Raises what `make` raises."""
+    return sum(p.numel() for p in model_shapes(name, make, args).parameters() if p.requires_grad)
+
+
+def model_shapes(name: str, make: Callable[..., nn.Module], args: Mapping[str, Any]) -> nn.Module:
+    """The built-in model `name`, which `make` makes from `args`, on the meta device. Raises what `make` raises."""
     args = dict(args)
     # What a library imports when it is first asked for a model can't be imported while tensors are only shapes.
     if name == "llama":
@@ -26,8 +31,7 @@ def trained_parameters(name: str, make: Callable[..., nn.Module], args: Mapping[
         args["pretrained"] = False
         _import_code(args["path"], args.get("revision"))
     with torch.device("meta"):
-        model = make(**args)
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return make(**args)
 
 
 def _import_code(path: str, revision: str | None) -> None:
