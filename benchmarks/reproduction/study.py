@@ -58,6 +58,7 @@ MAIN = {
     "momentum": Variant("intervals + momentum", _policy("autoloco", "adapt_lr=false")),
     "autoloco": Variant("AutoLoCo (intervals + momentum + step)"),
     "normalised": Variant("AutoLoCo, normalised", _policy("autoloco", "normalize=true")),
+    "autoloco-0.9": Variant("AutoLoCo, base momentum 0.9", _policy("autoloco", "outer_momentum=0.9")),
 }
 EIGHT = {name: MAIN[name] for name in ("diloco", "diloco-0.7", "autoloco")}
 CODECS = {
@@ -75,7 +76,6 @@ def _disturbed(what: str) -> dict[str, Variant]:
 
 
 SENSITIVITY = {
-    "scale-1.25": Variant("s_max 1.25", _policy("autoloco", "max_scale=1.25")),
     "scale-none": Variant("s_max none", _policy("autoloco", "max_scale=null")),
     "thresholds-half": Variant(
         "thresholds × 0.5",
@@ -98,6 +98,7 @@ SENSITIVITY = {
     "cap-1.10": Variant("growth cap 1.10", _policy("autoloco", "growth_cap=1.10")),
     "cap-1.30": Variant("growth cap 1.30", _policy("autoloco", "growth_cap=1.30")),
     "reach-2": Variant("max horizon 2 × base", _policy("autoloco", "max_horizon=40")),
+    "floor-0.05": Variant("scale floor 0.05", _policy("autoloco", "scale_floor=0.05")),
     "floor-0.10": Variant("scale floor 0.10", _policy("autoloco", "scale_floor=0.10")),
 }
 

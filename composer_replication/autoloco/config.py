@@ -72,7 +72,7 @@ class AutoLoCoConfig:
     supporting_threshold: float = 1.0  # adverse score up to which an interval supports an increase
     consistent_threshold: float = 2.5  # ... is consistent with the reference
     moderate_threshold: float = 5.0  # ... deviates moderately; beyond it, severely
-    scale_floor: float = 0.05  # least scale of a residual, in natural-log units
+    scale_floor: float = 0.15  # least scale of a residual, in natural-log units
     reference_weight: float = 0.1  # weight of the newest interval in the references
     token_decay: float = 0.9  # weight of the past in the tokens-per-step estimate
 

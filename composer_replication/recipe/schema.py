@@ -91,7 +91,7 @@ class AutoLoCoSection:
     supporting_threshold: float = 1.0
     consistent_threshold: float = 2.5
     moderate_threshold: float = 5.0
-    scale_floor: float = 0.05
+    scale_floor: float = 0.15
     reference_weight: float = 0.1
     token_decay: float = 0.9
     alpha: float | None = None  # qsr only; null: sqrt(base_horizon) times the highest learning rate

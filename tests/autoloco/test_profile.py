@@ -99,24 +99,24 @@ def profile_with(drifts: tuple[float, ...], coherences: tuple[float, ...] = (0.0
 
 
 def test_the_score_counts_scales_from_the_centre() -> None:
-    # centre 0.2; distances 0.2 0.1 0 0.3 0.1, their median 0.1; scale 1.4826 * 0.1
-    profile = profile_with((0.0, 0.1, 0.2, 0.5, 0.3))
-    assert profile.score(CONFIG, Statistics(drift=0.5, coherence=0.0)) == pytest.approx(0.3 / 0.14826, rel=1e-9)
-    # of an even number the two in the middle: centre 0.15; distances 0.15 0.05 0.05 0.35, median 0.1
-    profile = profile_with((0.0, 0.1, 0.2, 0.5))
-    assert profile.score(CONFIG, Statistics(drift=0.5, coherence=0.0)) == pytest.approx(0.35 / 0.14826, rel=1e-9)
+    # centre 0.4; distances 0.4 0.2 0 0.6 0.2, their median 0.2; scale 1.4826 * 0.2
+    profile = profile_with((0.0, 0.2, 0.4, 1.0, 0.6))
+    assert profile.score(CONFIG, Statistics(drift=1.0, coherence=0.0)) == pytest.approx(0.6 / 0.29652, rel=1e-9)
+    # of an even number the two in the middle: centre 0.3; distances 0.3 0.1 0.1 0.7, median 0.2
+    profile = profile_with((0.0, 0.2, 0.4, 1.0))
+    assert profile.score(CONFIG, Statistics(drift=1.0, coherence=0.0)) == pytest.approx(0.7 / 0.29652, rel=1e-9)
 
 
 def test_only_the_bad_side_counts_and_the_worse_of_the_two() -> None:
-    profile = profile_with((0.0, 0.0, 0.0))  # scale 0.05, the floor
+    profile = profile_with((0.0, 0.0, 0.0))  # scale 0.15, the floor
 
     def score(drift: float, shared: float) -> float:
         return profile.score(CONFIG, Statistics(drift=drift, coherence=shared))
 
-    assert score(0.1, 0.0) == pytest.approx(2.0)  # more drift is bad
-    assert score(0.0, -0.1) == pytest.approx(2.0)  # so is less coherence
-    assert score(-0.1, 0.1) == pytest.approx(-2.0)  # the reverse is good
-    assert score(0.1, -0.2) == pytest.approx(4.0) and score(0.2, -0.1) == pytest.approx(4.0)
+    assert score(0.3, 0.0) == pytest.approx(2.0)  # more drift is bad
+    assert score(0.0, -0.3) == pytest.approx(2.0)  # so is less coherence
+    assert score(-0.3, 0.3) == pytest.approx(-2.0)  # the reverse is good
+    assert score(0.3, -0.6) == pytest.approx(4.0) and score(0.6, -0.3) == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize(
