@@ -7,6 +7,7 @@ RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 OVERRIDES ?=
 WORKERS ?= 2
+SITE ?= site
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-faults reliability check lint types format docs clean
@@ -45,8 +46,8 @@ format: $(STAMP) ## Put the code into form
 	$(RUN)/ruff check --fix .
 	$(RUN)/ruff format .
 
-docs: $(STAMP) ## Build the documentation as a site into site/
-	NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --strict
+docs: $(STAMP) ## Build the documentation as a site into site/ (SITE=...: elsewhere)
+	NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --strict --site-dir $(SITE)
 
 clean: ## Remove what the commands above made
 	rm -rf .venv* .pytest_cache .ruff_cache .hypothesis runs site build dist *.egg-info
