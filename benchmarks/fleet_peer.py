@@ -47,6 +47,9 @@ def main() -> None:
     torch.manual_seed(1)
     model = nn.Linear(options.elements // 16, 16, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # changes nothing; the first one loads much of torch, which belongs to the start
     collective = ObjectStoreCollective(
         (options.folder / "store").as_uri(),
         replica=options.replica,

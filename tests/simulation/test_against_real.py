@@ -35,3 +35,14 @@ def test_rounds_on_throttled_links(benchmark: ModuleType) -> None:
         assert ratio <= 1.0, "real rounds have all that simulated ones have"
         if sum(one["cpu_seconds"].values()) < 0.5 * results["cores"] * seconds:  # the links are the limit
             assert ratio >= 0.85 - 0.005
+
+
+def test_fleets_of_processes(benchmark: ModuleType) -> None:
+    results = kept("fleets.json")
+    assert len(results["fleets"]) >= 3 and set(results["fleets"]) <= set(benchmark.SCENARIOS)
+    assert "\n".join(benchmark.fleets_table(results)) in PAGE
+    for name, measured in results["fleets"].items():
+        run = benchmark.predicted_fleet(name, measured)
+        # The machine that they were measured on was busy, which a simulated one never is: shorter, by an eighth at most.
+        assert 0.875 <= run.seconds / measured["seconds"] <= 1.0, name
+        assert [run.absences(replica) for replica in range(4)] == measured["rounds_absent"], name
