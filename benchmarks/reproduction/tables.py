@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from benchmarks.reproduction.alarms import FLOORS, alarms, noise, statistics_of
 from benchmarks.reproduction.measures import Run, Spread, last_loss, losses_between, rounds, sent, spread
 from benchmarks.reproduction.run import jobs, read
 from benchmarks.reproduction.study import GROUPS, ROOT
@@ -37,6 +38,7 @@ def blocks() -> dict[str, str]:
         "eight": _comparison("eight", kept("eight"), "diloco"),
         "ablation": _ablation(main),
         "assessments": _assessments({**_prefixed("", main), **_prefixed("8 replicas: ", kept("eight"))}),
+        "alarms": _alarms(main),
         "spike": _disturbed("spike"),
         "shift": _disturbed("shift"),
         "codecs": _comparison("codecs", {**_some(main, "autoloco", "diloco"), **kept("codecs")}, "autoloco"),
@@ -166,6 +168,20 @@ def _assessments(runs: Runs) -> str:
         title = name.removesuffix(variant) + _title("main", variant)
         lines.append([title, *(f"{value:.1f}" for value in per_run), f"{longest:.0f}"])
     return _table(["a run has", *classes, *(f"→ {one}" for one in actions), "longest horizon"], lines)
+
+
+def _alarms(main: Runs) -> str:
+    runs = [run for name in ("diloco", "diloco-0.7") for run in main.get(name, {}).values()]
+    if not runs:
+        return "(no runs kept yet)"
+    sequences = [statistics_of(run) for run in runs]
+    drift, shared = noise(sequences)
+    lines = [[f"{floor:.2f}", *(f"{share:.1%}" for share in alarms(sequences, floor).values())] for floor in FLOORS]
+    words = (
+        f"One interval's noise, from {len(runs)} fixed-interval runs: {drift:.3f} in ln D − 2 ln Λ, {shared:.3f} in "
+        "ln C (standard deviations)."
+    )
+    return words + "\n\n" + _table(["`scale_floor`", "supporting", "consistent", "moderate", "severe"], lines)
 
 
 def _disturbed(group: str) -> str:
