@@ -43,6 +43,6 @@ def test_fleets_of_processes(benchmark: ModuleType) -> None:
     assert "\n".join(benchmark.fleets_table(results)) in PAGE
     for name, measured in results["fleets"].items():
         run = benchmark.predicted_fleet(name, measured)
-        # The machine that they were measured on was busy, which a simulated one never is: shorter, by an eighth at most.
+        # The machine they were measured on was busy, which a simulated one never is: shorter, by an eighth at most.
         assert 0.875 <= run.seconds / measured["seconds"] <= 1.0, name
         assert [run.absences(replica) for replica in range(4)] == measured["rounds_absent"], name
