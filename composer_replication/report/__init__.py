@@ -1,7 +1,7 @@
 """One page about one or several runs: what was saved, at what loss, where time went, and what was decided when.
 
-`runs.py`, `files.py` read; `groups.py`, `measures.py`, `series.py` reckon; `facts.py`, `compare.py`, `detail.py`,
-`tables.py` say and draw; `page.py` puts it on a page, `live.py` serves that while a fleet trains.
+`rounds.py`, `runs.py`, `files.py` read; `groups.py`, `measures.py`, `series.py` reckon; `facts.py`, `compare.py`,
+`detail.py`, `tables.py` say and draw; `page.py` puts it on a page, `live.py` serves that while a fleet trains.
 """
 
 from __future__ import annotations

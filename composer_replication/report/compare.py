@@ -11,7 +11,8 @@ from typing import Any
 from composer_replication.report.figures import axis, band_traces, chart, line, log_axis, wall_clock
 from composer_replication.report.groups import Group
 from composer_replication.report.measures import bytes_of
-from composer_replication.report.runs import Round, Run
+from composer_replication.report.rounds import Round
+from composer_replication.report.runs import Run
 from composer_replication.report.series import AXES, Axis, band, band_of_logs, points
 
 __all__ = ["compare_charts"]

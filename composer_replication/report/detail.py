@@ -10,8 +10,9 @@ from typing import Any
 
 from composer_replication.cli.text import byte_count, duration
 from composer_replication.report.figures import axis, chart, line, log_axis, marks, safe, wall_clock
-from composer_replication.report.measures import bytes_of, late, round_seconds, spent_seconds, times_of
-from composer_replication.report.runs import Round, Run
+from composer_replication.report.measures import bytes_of, late, times_of
+from composer_replication.report.rounds import Round
+from composer_replication.report.runs import Run
 from composer_replication.report.series import thinned
 
 __all__ = ["ACTIONS", "ASSESSMENTS", "detail_charts"]
@@ -199,18 +200,18 @@ def _bar(name: str, y: Sequence[str], x: Sequence[float], colour: str, **more: A
 def _timeline(run: Run, segments: int) -> Chart | None:
     """The last rounds, as many as can be drawn."""
     ids = run.ids[:_MOST_ROWS]
-    rounds = [one for one in run.rounds if round_seconds(one) is not None]
+    rounds = [one for one in run.rounds if one.seconds is not None]
     shown = rounds[-max(1, segments // (3 * max(1, len(ids)))) :]
     if not shown:
         return None
-    lasts = [round_seconds(one) or 0.0 for one in rounds]
+    lasts = [one.seconds or 0.0 for one in rounds]
     start = sum(lasts[: len(rounds) - len(shown)])
     unit, unit_name = wall_clock(sum(lasts))
     bars: dict[str, dict[str, list[Any]]] = {what: {"x": [], "y": [], "base": [], "text": []} for what, _ in _SPENT}
     for one in shown:
         came = late(one)
         for replica in ids:
-            spent = spent_seconds(one, replica)
+            spent = one.spent.get(replica)
             at = start
             for (what, _), seconds in zip(_SPENT, spent or (), strict=False):
                 own = bars[what]
@@ -220,7 +221,7 @@ def _timeline(run: Run, segments: int) -> Chart | None:
                 last = f"<br>last to come: replica {came[0]} ({duration(came[1])})" if came and came[1] > 0 else ""
                 own["text"].append(f"round {one.round}, replica {replica}<br>{what} {duration(seconds)}{last}")
                 at += seconds
-        start += round_seconds(one) or 0.0
+        start += one.seconds or 0.0
     traces: list[dict[str, Any]] = []
     for what, colour in _SPENT:
         own = bars[what]

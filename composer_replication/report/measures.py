@@ -5,13 +5,29 @@ Invariant: what wasn't recorded is None; nothing is guessed, and what is worked 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import TypeVar
 
-from composer_replication.report.runs import Round, Run, number
+from composer_replication.report.rounds import Round, number
+from composer_replication.report.runs import Run
 
-__all__ = ["Bytes", "Times", "bytes_of", "fixed_rounds", "last_loss", "late", "round_seconds", "times_of", "validation"]
+_T = TypeVar("_T")
+
+__all__ = ["Bytes", "Times", "bytes_of", "fixed_rounds", "last_loss", "late", "times_of", "validation"]
+
+
+def _remembered(work: Callable[[Run], _T]) -> Callable[[Run], _T]:
+    """Worked out once for each run."""
+
+    @wraps(work)
+    def remembering(run: Run) -> _T:
+        if work.__name__ not in run.memo:
+            run.memo[work.__name__] = work(run)
+        return run.memo[work.__name__]
+
+    return remembering
 
 
 def fixed_rounds(run: Run, base: int | None = None) -> int | None:
@@ -44,6 +60,7 @@ class Bytes:
     by_replica: dict[int, tuple[float, float | None]]  # sent, received
 
 
+@_remembered
 def bytes_of(run: Run) -> Bytes | None:
     """None if neither the bytes nor the model's size are known.
 
@@ -71,9 +88,9 @@ def bytes_of(run: Run) -> Bytes | None:
 
 def _scaled(run: Run, replica: int, name: str) -> float | None:
     """Of one replica over all its rounds, those that weren't told taken for its average one."""
-    mine = [one for one in run.rounds if replica in one.members or replica in one.replicas]
-    told = [value for one in mine if (value := one.of(replica, name)) is not None]
-    return sum(told) / len(told) * len(mine) if told else None
+    told = [value for one in run.rounds if (value := one.of(replica, name)) is not None]
+    mine = sum(replica in one.replicas or replica in one.members for one in run.rounds)
+    return sum(told) / len(told) * mine if told else None
 
 
 @lru_cache(maxsize=256)
@@ -129,14 +146,14 @@ class Times:
         return sum(one[index] for one in self.by_replica.values())
 
 
+@_remembered
 def times_of(run: Run) -> Times | None:
     """None if neither the rounds nor a simulation of machines say how long replicas trained."""
     sums: dict[int, tuple[float, float, float]] = {}
     told = 0
     for one in run.rounds:
-        spent = {i: found for i in one.replicas if (found := spent_seconds(one, i)) is not None}
-        told += bool(spent)
-        for i, found in spent.items():
+        told += bool(one.spent)
+        for i, found in one.spent.items():
             before = sums.get(i, (0.0, 0.0, 0.0))
             sums[i] = (before[0] + found[0], before[1] + found[1], before[2] + found[2])
     if not sums or not any(sum(one) > 0 for one in sums.values()):
@@ -158,23 +175,6 @@ def _simulated_times(run: Run) -> Times | None:
     if not any(sum(one) > 0 for one in found.values()):
         return None
     return Times(by_replica=found, rounds=run.exchanges, waited_for={}, measured=False)
-
-
-def spent_seconds(one: Round, replica: int) -> tuple[float, float, float] | None:
-    """(training, waiting, exchanging) of one replica in one round; None if it isn't known.
-
-    What is recorded as the exchange is the whole boundary, waiting included; here each second is counted once.
-    """
-    train, wait, whole = (one.of(replica, name) for name in ("train_seconds", "wait_seconds", "exchange_seconds"))
-    if train is None or wait is None:
-        return None
-    return max(train, 0.0), max(wait, 0.0), max((whole or 0.0) - wait, 0.0)
-
-
-def round_seconds(one: Round) -> float | None:
-    """How long a round took: that of the replica that took longest."""
-    spent = [sum(found) for i in one.replicas if (found := spent_seconds(one, i)) is not None]
-    return max(spent) if spent else None
 
 
 def late(one: Round) -> tuple[int, float] | None:

@@ -5,56 +5,17 @@ Invariant: reading never raises over what a run holds. What can't be used is lef
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from composer_replication.diloco.round_record import RECORD_VERSION
+from composer_replication.report.rounds import Round, items_of, number, object_of, text_of, tidy_rounds, whole
 
-__all__ = ["Round", "Run", "number", "run_from_json", "run_to_json", "tidy_rounds"]
+__all__ = ["Run", "run_from_json", "run_to_json"]
 
-_FLEET = ("drift", "coherence", "rho", "momentum", "outer_lr", "mean_square_norm")
-_WORDS = ("phase", "assessment", "action")
-_MAX_REPLICAS = 100_000  # numbers beyond these are damage, not a fleet
-_MAX_NUMBER = 1e100
-
-
-def number(values: Mapping[str, Any], name: str) -> float | None:
-    """A number of that name, or None: also where it is so great that sums of it would overflow."""
-    value = values.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_MAX_NUMBER < value < _MAX_NUMBER:
-        return None
-    return float(value)
-
-
-def _whole(values: Mapping[str, Any], name: str) -> int | None:
-    value = number(values, name)
-    return int(value) if value is not None and value == int(value) else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """One closed round. What isn't known is None, "" or absent."""
-
-    round: int
-    steps: int
-    position: int
-    horizon: int
-    members: tuple[int, ...]
-    tokens: int | None = None
-    loss: float | None = None  # mean over the members
-    numbers: Mapping[str, float] = field(default_factory=dict)  # drift, coherence, rho, momentum, outer_lr
-    phase: str = ""
-    assessment: str = ""
-    action: str = ""
-    next_horizon: int | None = None
-    absent: Mapping[int, str] = field(default_factory=dict)
-    outliers: Mapping[int, str] = field(default_factory=dict)
-    replicas: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-
-    def of(self, replica: int, name: str) -> float | None:
-        return self.replicas.get(replica, {}).get(name)
+_MAX_REPLICAS = 100_000  # a number beyond is damage, not a fleet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +37,7 @@ class Run:
     ended: bool | None = None  # None: nobody knows
     notices: tuple[str, ...] = ()
     raw: Mapping[str, Any] = field(default_factory=dict)  # as it was read
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # of what was worked out of it
 
     @property
     def position(self) -> int:
@@ -90,20 +52,20 @@ class Run:
     @property
     def base_horizon(self) -> int | None:
         """The interval that the policy starts from, in inner steps."""
-        told = _whole(self.settings, "base_horizon")
+        told = whole(self.settings, "base_horizon")
         if told is not None and told > 0:
             return told
         policy = self.settings.get("policy")
         inner = policy.get("settings", policy) if isinstance(policy, Mapping) else {}
         for name in ("base_horizon", "horizon"):
-            found = _whole(inner, name) if isinstance(inner, Mapping) else None
+            found = whole(inner, name) if isinstance(inner, Mapping) else None
             if found is not None and found > 0:
                 return found
         if self.policy == "linear":
             return None  # it has no base: what it is compared with must be said by others
         return self.rounds[0].horizon if self.rounds and self.rounds[0].horizon > 0 else None
 
-    @property
+    @cached_property
     def ids(self) -> tuple[int, ...]:
         """Every replica that took part, or told anything."""
         return tuple(sorted({i for one in self.rounds for i in (*one.members, *one.replicas)}))
@@ -126,25 +88,25 @@ def run_from_json(
         said.append(
             f"it {known}, and this package reads version {RECORD_VERSION}: shown as far as its fields are known"
         )
-    rounds, problems = tidy_rounds(_items(values.get("rounds")))
-    said += [*problems, *(_text(one) for one in _items(values.get("notices")))]
+    rounds, problems = tidy_rounds(items_of(values.get("rounds")))
+    said += [*problems, *(text_of(one) for one in items_of(values.get("notices")))]
     policy = values.get("policy")
     name = policy.get("name") if isinstance(policy, Mapping) else policy
-    replicas = _whole(values, "replicas") or len({i for one in rounds for i in one.members})
-    rounds = rounds or _stretches(_items(values.get("losses")))
+    replicas = whole(values, "replicas") or len({i for one in rounds for i in one.members})
+    rounds = rounds or _stretches(items_of(values.get("losses")))
     run = Run(
-        name=_text(values.get("name")) or default or source,
+        name=text_of(values.get("name")) or default or source,
         source=source,
         rounds=rounds,
         replicas=replicas if 0 < replicas < _MAX_REPLICAS else 0,
-        seed=_whole(values, "seed"),
-        steps=_whole(values, "steps"),
-        codec=_text(values.get("codec")),
-        elements=_whole(values, "elements"),
-        policy=_text(name) or "unknown policy",
+        seed=whole(values, "seed"),
+        steps=whole(values, "steps"),
+        codec=text_of(values.get("codec")),
+        elements=whole(values, "elements"),
+        policy=text_of(name) or "unknown policy",
         settings=_settings(values),
-        versions=_object(values.get("versions")),
-        result=_object(values.get("result")) or _old_result(values),
+        versions=object_of(values.get("versions")),
+        result=object_of(values.get("result")) or _old_result(values),
         ended=values["ended"] if isinstance(values.get("ended"), bool) else None,
         raw=values,
     )
@@ -160,7 +122,7 @@ def _with_state(run: Run, said: list[str], live: bool) -> Run:
     elif run.steps and run.position < run.steps and not live:
         state = " (it still runs, or was interrupted)" if ended is False else ""
         said.append(f"it isn't finished{state}: {run.position} of {run.steps} steps")
-    return replace(run, ended=ended, notices=tuple(said))
+    return replace(run, ended=ended, notices=tuple(said), memo={})
 
 
 def _stretches(losses: Iterable[Any]) -> tuple[Round, ...]:
@@ -170,7 +132,7 @@ def _stretches(losses: Iterable[Any]) -> tuple[Round, ...]:
     for pair in losses:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             continue
-        step, loss = _whole({"step": pair[0]}, "step"), number({"loss": pair[1]}, "loss")
+        step, loss = whole({"step": pair[0]}, "step"), number({"loss": pair[1]}, "loss")
         if step is not None and step > before:
             found.append(Round(round=len(found), steps=step - before, position=step, horizon=1, members=(), loss=loss))
             before = step
@@ -201,84 +163,5 @@ def _old_result(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in ("validation_loss", "digest", "seconds") if name in values}
 
 
-def tidy_rounds(items: Iterable[Any]) -> tuple[tuple[Round, ...], list[str]]:
-    """(rounds in order, each once: the last that was said of it; what was wrong)."""
-    found: dict[int, Round] = {}
-    bad, said = 0, list[str]()
-    for item in items:
-        one = _round(item, found)
-        if one is None:
-            bad += 1
-        else:
-            found[one.round] = one
-    if bad:
-        said.append(f"{bad} {'rounds aren' if bad > 1 else 'round isn'}'t readable, and left out")
-    numbers = sorted(found)
-    if found and numbers[0] != 0:
-        said.append(f"the rounds before round {numbers[0]} are missing")
-    gaps = [(one, after) for one, after in zip(numbers, numbers[1:], strict=False) if after > one + 1]
-    if gaps:
-        count = sum(after - one - 1 for one, after in gaps)
-        words = f"round {gaps[0][0] + 1} is" if count == 1 else f"{count} rounds, from round {gaps[0][0] + 1} on, are"
-        said.append(f"{words} missing")
-    return tuple(found[one] for one in numbers), said
-
-
-def _round(item: Any, before: Mapping[int, Round]) -> Round | None:
-    if not isinstance(item, Mapping):
-        return None
-    index, steps = _whole(item, "round"), _whole(item, "steps")
-    if index is None or index < 0 or steps is None or steps < 0:
-        return None
-    last = before.get(index - 1)
-    position = _whole(item, "position")
-    if position is None:
-        position = (last.position if last else 0) + steps
-    replicas = {
-        replica: {name: value for name in told if (value := number(told, name)) is not None}
-        for replica, told in _by_replica(item.get("replicas")).items()
-        if isinstance(told, Mapping)
-    }
-    members = tuple(sorted({m for m in _items(item.get("members")) if isinstance(m, int) and not isinstance(m, bool)}))
-    members = members or tuple(sorted(replicas))
-    sent = number(item, "bytes_sent")  # of each of them, in a simulation
-    if sent is not None and not any("bytes_sent" in told for told in replicas.values()):
-        replicas = {m: {**replicas.get(m, {}), "bytes_sent": sent} for m in {*members, *replicas}}
-    losses = [replicas[m]["loss"] for m in members if "loss" in replicas.get(m, {})]
-    return Round(
-        round=index,
-        steps=steps,
-        position=position,
-        horizon=_whole(item, "horizon") or steps,
-        members=members,
-        tokens=_whole(item, "tokens"),
-        loss=sum(losses) / len(losses) if losses else number(item, "loss"),
-        numbers={name: value for name in _FLEET if (value := number(item, name)) is not None},
-        # Of a round that nobody went on from the policy wasn't asked: the record repeats what it said before.
-        **{name: _text(item.get(name)) if item.get("observation", ...) is not None else "" for name in _WORDS},
-        next_horizon=_whole(item, "next_horizon"),
-        absent={replica: _text(why) for replica, why in _by_replica(item.get("absent")).items()},
-        outliers={replica: _text(why) for replica, why in _by_replica(item.get("outliers")).items()},
-        replicas=replicas,
-    )
-
-
-def _by_replica(values: Any) -> dict[int, Any]:
-    pairs = _object(values).items()
-    return {int(name): value for name, value in pairs if str(name).isascii() and str(name).isdigit() and len(name) < 7}
-
-
-def _items(values: Any) -> list[Any]:
-    return list(values) if isinstance(values, (list, tuple)) else []
-
-
-def _object(values: Any) -> Mapping[str, Any]:
-    return values if isinstance(values, Mapping) else {}
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
-
-
 def _short(value: Any) -> str:
-    return _text(value)[:40]
+    return text_of(value)[:40]

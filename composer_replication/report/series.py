@@ -8,11 +8,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, log
-from statistics import fmean, stdev
+from math import exp, log, sqrt
 
-from composer_replication.report.measures import bytes_of, round_seconds
-from composer_replication.report.runs import Round, Run
+from composer_replication.report.measures import bytes_of
+from composer_replication.report.rounds import Round
+from composer_replication.report.runs import Run
 
 __all__ = ["AXES", "Axis", "Curve", "band", "band_of_logs", "points", "thinned"]
 
@@ -48,7 +48,7 @@ def _seconds(run: Run) -> list[float] | None:
     found: list[float] = []
     pace: float | None = None
     for one in run.rounds:
-        seconds = round_seconds(one)
+        seconds = one.seconds
         if seconds is None:
             if pace is None:
                 return None
@@ -116,7 +116,8 @@ def band(each: Sequence[Points]) -> Curve:
     xs = sorted({x for one in each for x, _ in one if first <= x <= last})
     xs = [x for x, _ in thinned([(x, 0.0) for x in xs])]
     rows = [[_at(one, x) for one in each] for x in xs]
-    middle, width = [fmean(row) for row in rows], [stdev(row) for row in rows]
+    middle = [sum(row) / len(row) for row in rows]
+    width = [_deviation(row, m) for row, m in zip(rows, middle, strict=True)]
     return Curve(
         x=xs,
         y=middle,
@@ -131,6 +132,10 @@ def band_of_logs(each: Sequence[Points]) -> Curve:
     low = None if curve.low is None else [exp(value) for value in curve.low]
     high = None if curve.high is None else [exp(value) for value in curve.high]
     return Curve(x=curve.x, y=[exp(value) for value in curve.y], low=low, high=high)
+
+
+def _deviation(row: Sequence[float], mean: float) -> float:
+    return sqrt(sum((value - mean) ** 2 for value in row) / (len(row) - 1))
 
 
 def _at(points: Points, x: float) -> float:
