@@ -81,6 +81,8 @@ class Fit(Driver):
 
     def batch_ends(self, outputs: Any) -> FinalSummary | None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) and self.module.automatic_optimization:
+            loss = loss * self.trainer.accumulate_grad_batches  # which Lightning has divided it by
         return self.after_batch(loss if isinstance(loss, Tensor) else None, stepped=self.steps.end_batch())
 
     def remaining(self) -> int | None:

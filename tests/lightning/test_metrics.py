@@ -116,3 +116,18 @@ def test_barebones_trainers_work() -> None:
 
     Trainer(barebones=True, accelerator="cpu", devices=1, max_epochs=1, callbacks=[ours]).fit(Tiny(), loader(4))
     assert len(ours.rounds) == 2
+
+
+def test_micro_batches_are_told_at_their_whole_loss() -> None:
+    """Lightning divides what training_step returns by their number before anybody else sees it."""
+
+    def replica(index: int, collective: Any) -> Any:
+        module, ours = Tiny(seed=index), callback(collective, base_horizon=4)
+        fit = trainer(ours, max_epochs=1, logger=False, accumulate_grad_batches=3)
+        fit.fit(module, loader(2 * 24))
+        return ours.rounds, module.losses
+
+    for index, (closed, losses) in enumerate(in_threads(2, replica)):
+        told = [one.member_metrics[index]["loss"] for one in closed]
+        parts = [losses[12 * i : 12 * (i + 1)] for i in range(len(told))]
+        assert told == pytest.approx([sum(part) / len(part) for part in parts], rel=1e-5)

@@ -159,6 +159,9 @@ class _Logged(Callback):
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.journal.speaks = trainer.is_global_zero
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step = trainer.global_step
         if self.journal.due(step) and not trainer.fit_loop._should_accumulate():

@@ -91,13 +91,14 @@ def set_out(
 
 
 class Journal:
-    """Lines for the log, and running totals that outlive a restart."""
+    """Lines for the log, and running totals that outlive a restart. Of a replica's processes one speaks."""
 
     def __init__(self, adapter: _Adapter, identity: Identity, folder: Path, log_every: int) -> None:
         self.adapter = adapter
         self.identity = identity
         self.path = folder / RESULT_FILE
         self.log_every = log_every
+        self.speaks = True
         self.values: dict[str, Any] = {"status": "running"}
         self._before = _read(self.path)  # of the processes before this one
         self._seen = 0
@@ -105,14 +106,14 @@ class Journal:
 
     def due(self, step: int) -> bool:
         """After this many steps a line is due."""
-        return step % self.log_every == 0
+        return self.speaks and step % self.log_every == 0
 
     def step(self, step: int, loss: float | None) -> None:
         print(f"step {step}" + (f"  loss {loss:.4f}" if loss is not None else ""), flush=True)
 
     def tell(self) -> None:
         """A line for each round closed since the last time, and the totals on the disk."""
-        rounds = self.adapter.rounds
+        rounds = self.adapter.rounds if self.speaks else ()
         for closed in rounds[self._seen :]:
             loss = closed.member_metrics.get(self.identity.replica, {}).get("loss")
             print(
@@ -154,6 +155,8 @@ class Journal:
             if loss is not None:
                 self.values["loss"] = loss
         self.values |= {"replica": self.identity.replica, **values}
+        if not self.speaks:
+            return dict(self.values)
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         draft.write_text(json.dumps(self.values, indent=1), encoding="utf-8")
         os.replace(draft, self.path)
