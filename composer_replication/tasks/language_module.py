@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import MeanMetric
 
 from composer_replication.tasks.next_token import logits_of, next_token_loss, target_count
 
@@ -34,6 +35,7 @@ class LanguageModule(LightningModule):
         self.model = model
         self._make_optimizer = make_optimizer
         self._make_scheduler = make_scheduler
+        self._validation = MeanMetric()
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         return next_token_loss(logits_of(self.model, batch), batch["labels"])
@@ -45,8 +47,10 @@ class LanguageModule(LightningModule):
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
-        # Weighted by labels, and added up over the processes of the replica.
-        self.log("validation_loss", self._loss(batch), batch_size=target_count(batch["labels"]), sync_dist=True)
+        # Weighted by labels, and added up over the processes of the replica. (Lightning's own mean of a number over
+        # processes takes the mean of the integer weights, and drops its fraction.)
+        self._validation.update(self._loss(batch), weight=target_count(batch["labels"]))
+        self.log("validation_loss", self._validation, batch_size=batch["input_ids"].shape[0])
 
     def configure_optimizers(self) -> Any:
         optimizer = self._make_optimizer(self.model)

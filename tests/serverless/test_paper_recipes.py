@@ -107,4 +107,4 @@ def test_ddp_is_one_replica_of_several_devices(name: str, model: str, rows: Path
     if recipe.data.name == "conversations":
         alone = simulate_data_parallel(recipe, replicas=2)
         # Gradients are averaged in another order.
-        assert metrics["validation_loss"] == pytest.approx(alone.validation_loss, rel=1e-3)
+        assert metrics["validation_loss"] == pytest.approx(alone.validation_loss, rel=1e-4)
