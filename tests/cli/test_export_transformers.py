@@ -44,7 +44,7 @@ def test_a_llama_comes_back_as_it_was(folder: Path, tmp_path: Path, tied: bool) 
     model = llama(**SIZES, tied=tied)
     sizes = ", ".join(f"{name}: {value}" for name, value in {**SIZES, "tied": str(tied).lower()}.items())
     ours = recipe(
-        f"model: {{name: llama, args: {{{sizes}}}}}\ndata: {{name: documents, args: {{tokenizer: {folder}}}}}"
+        f"model: {{name: llama, args: {{{sizes}}}}}\ndata: {{name: conversations, args: {{tokenizer: {folder}}}}}"
     )
     write_folder(shared(model), ours, tmp_path / "out")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
