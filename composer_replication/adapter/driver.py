@@ -27,7 +27,7 @@ from composer_replication.diloco.ranks.channel import Ranks
 from composer_replication.diloco.ranks.loop import FollowingLoop, make_loop
 from composer_replication.diloco.repair import repair_optimizer_state
 from composer_replication.diloco.summary import FinalSummary, RoundSummary
-from composer_replication.diloco.told import of_before
+from composer_replication.diloco.told import of_interval
 from composer_replication.errors import FleetMismatch
 from composer_replication.preview import RatePreview
 
@@ -36,7 +36,6 @@ __all__ = ["Closed", "Driver", "final_of"]
 Closed = Callable[[RoundSummary, Mapping[str, float]], None]
 
 _HEARTBEAT_SECONDS = 2.0
-_ABOUT_DATA = frozenset({"first_batch", "data_seed"})  # for the other replicas to compare, not for people
 
 
 class Driver(ABC):
@@ -212,7 +211,7 @@ class Driver(ABC):
             self._compare_first_batches(summary, self._first_batch)
             self._first_batch = None
         own = summary.member_metrics.get(self.options.identity.replica, told)
-        metrics = {f"autoloco/{name}": v for name, v in own.items() if name not in _ABOUT_DATA and not of_before(name)}
+        metrics = {f"autoloco/{name}": value for name, value in of_interval(own).items()}
         metrics |= {**summary.metrics(), "autoloco/rates_exact": float(self.exact_rates)}
         if (tokens := self._tokens_up_to(summary)) is not None:
             metrics["autoloco/tokens"] = float(tokens)

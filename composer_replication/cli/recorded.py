@@ -21,12 +21,10 @@ from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
 from composer_replication.diloco.round_record import RECORD_VERSION, Observed, replay, told_before
-from composer_replication.diloco.told import of_before
+from composer_replication.diloco.told import of_interval
 from composer_replication.errors import ObjectCorrupt, ObjectMissing
 
 __all__ = ["run_record", "policy_from_settings"]
-
-_ABOUT_DATA = frozenset({"first_batch", "data_seed"})  # what the fleet compares once, for no reader
 
 
 def run_record(reader: RunReader, *, name: str, source: str) -> dict[str, Any]:
@@ -155,7 +153,7 @@ def _one(
         outliers=treatment.outliers,
         replicas={
             report.replica: {
-                **{k: v for k, v in report.metrics.items() if k not in _ABOUT_DATA and not of_before(k)},
+                **of_interval(report.metrics),
                 **told_before(later.get(report.replica, {})),
                 **{k: v for k, v in later.get(report.replica, {}).items() if k.startswith("straggler")},
             }

@@ -16,7 +16,7 @@ from composer_replication.cli.doctor import parse_count
 from composer_replication.cli.launch import least_intervals
 from composer_replication.cli.simulate_machines import read_machines
 from composer_replication.cli.text import amount, byte_count, duration
-from composer_replication.diloco.serverless.components import build_model
+from composer_replication.diloco.serverless.components import parameter_count
 from composer_replication.errors import RecipeError
 from composer_replication.recipe import Recipe
 from composer_replication.simulation.lockstep import lockstep
@@ -68,9 +68,10 @@ def time_only(recipe: Recipe, args: argparse.Namespace) -> int:
 def _elements(recipe: Recipe, parameters: str | None) -> int:
     if parameters is not None:
         return parse_count("--parameters", parameters)
-    if recipe.model.name is None:
+    count = parameter_count(recipe)
+    if count is None:
         raise RecipeError("how large is your model? Say it with --parameters 1.3B: --time-only doesn't build it")
-    return sum(p.numel() for p in build_model(recipe).parameters() if p.requires_grad)
+    return count
 
 
 def time_values(recipe: Recipe, intervals: Sequence[int], elements: int, machines: Machines) -> dict[str, Any]:

@@ -6,6 +6,7 @@ between two rounds comes from its heartbeat, which may be some seconds old.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,8 +42,8 @@ class ClosedRound:
 
     @property
     def loss(self) -> float | None:
-        """Mean over those that were averaged."""
-        losses = [m["loss"] for m in self.metrics.values() if "loss" in m]
+        """Mean over those that were averaged and told a finite one."""
+        losses = [m["loss"] for m in self.metrics.values() if math.isfinite(m.get("loss", math.nan))]
         return sum(losses) / len(losses) if losses else None
 
 

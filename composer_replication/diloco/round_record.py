@@ -18,12 +18,12 @@ from composer_replication.autoloco.config import OuterConfig
 from composer_replication.autoloco.outer import outer_coefficients
 from composer_replication.autoloco.values import Observation, Plan, Policy, Preview
 from composer_replication.diloco.summary import RoundSummary
+from composer_replication.diloco.told import of_interval
 
 __all__ = ["RECORD_VERSION", "Observed", "RoundRecord", "record_of", "replay", "told_before"]
 
 RECORD_VERSION = 2
 _TOLD_LATER = ("wait_seconds", "exchange_seconds", "bytes_sent", "bytes_received")
-_ABOUT_DATA = frozenset({"first_batch", "data_seed"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class RoundRecord:
 
 def record_of(summary: RoundSummary) -> RoundRecord:
     """The record of a round as one replica saw it; of the other replicas it holds what they told."""
-    told = {replica: _public(metrics) for replica, metrics in summary.member_metrics.items()}
+    told = {replica: of_interval(metrics) for replica, metrics in summary.member_metrics.items()}
     return RoundRecord(
         observed=Observed(
             round=summary.round,
@@ -221,10 +221,6 @@ def _finite(value: float) -> float | None:
 
 def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
-
-
-def _public(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: v for name, v in metrics.items() if name not in _ABOUT_DATA and not name.startswith("last_")}
 
 
 def told_before(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -13,8 +13,6 @@ from composer_replication.diloco.round_record import RoundRecord
 
 __all__ = ["Crossing", "round_seconds", "thresholds"]
 
-_PARTS = ("train_seconds", "wait_seconds", "exchange_seconds")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
@@ -65,5 +63,10 @@ def thresholds(rounds: Sequence[RoundRecord], levels: Iterable[float], *, smooth
 def round_seconds(one: RoundRecord) -> float | None:
     """How long a round and the interval before it took the slowest of its members; None if nobody told."""
     told = [one.observed.replicas.get(replica, {}) for replica in one.observed.members]
-    spent = [sum(values.get(name, 0.0) for name in _PARTS) for values in told if "train_seconds" in values]
+    # Waiting is part of the exchange; where only one of them was told, that one counts.
+    spent = [
+        values["train_seconds"] + max(values.get("exchange_seconds", 0.0), values.get("wait_seconds", 0.0))
+        for values in told
+        if "train_seconds" in values
+    ]
     return max(spent) if spent else None

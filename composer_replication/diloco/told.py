@@ -8,11 +8,13 @@ it back. Of the last round that a replica took part in its result tells (`result
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from composer_replication.diloco.summary import RoundSummary
 
-__all__ = ["TIMES", "IntervalClock", "of_before", "told_of"]
+__all__ = ["TIMES", "IntervalClock", "of_before", "of_interval", "told_of"]
+
+_ABOUT_DATA = frozenset({"first_batch", "data_seed"})  # for the other replicas to compare once
 
 # What depends on the clock, and says nothing of a fleet whose replicas share a process.
 TIMES = frozenset({"train_seconds", "last_wait_seconds", "last_exchange_seconds", "straggler", "straggler_seconds"})
@@ -63,3 +65,8 @@ def told_of(summary: RoundSummary) -> dict[str, float]:
 def of_before(name: str) -> bool:
     """Is this metric of a report one of the round before?"""
     return name.startswith(("last_", "straggler"))
+
+
+def of_interval(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What a report says for people of the interval that it came with."""
+    return {name: value for name, value in metrics.items() if name not in _ABOUT_DATA and not of_before(name)}

@@ -95,7 +95,9 @@ def test_the_numbers_are_those_of_the_rounds(arguments: list[str], capsys: Any) 
 def test_a_model_of_the_users_own_is_not_built(
     arguments: list[str], capsys: Any, monkeypatch: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("composer_replication.cli.plan.build_model", lambda recipe: pytest.fail("built"))
+    monkeypatch.setattr(
+        "composer_replication.diloco.serverless.components.build_model", lambda recipe: pytest.fail("built")
+    )
     mine = tmp_path / "mine.yaml"
     mine.write_text("model: {class: 'collections:OrderedDict'}\ndata: {name: text_bytes}\n")
     shown = output(capsys, "plan", str(mine), *arguments[2:])
