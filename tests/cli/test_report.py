@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -177,7 +178,15 @@ def test_a_store_that_was_used_for_plain_averaging(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_ctrl_c_ends_the_live_page(tmp_path: Path) -> None:
+@pytest.fixture
+def heeded_interrupts() -> Iterator[None]:
+    """A process that was started in the background ignores SIGINT, and so would its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_the_live_page(tmp_path: Path, heeded_interrupts: None) -> None:
     train(str(tmp_path / "store"), rounds=1)
     command = [sys.executable, "-m", "composer_replication.cli", "status", str(tmp_path / "store"), "--watch", "--web"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
