@@ -177,7 +177,6 @@ def test_a_store_that_was_used_for_plain_averaging(tmp_path: Path) -> None:
         one.close()
 
 
-@pytest.mark.processes
 @pytest.fixture
 def heeded_interrupts() -> Iterator[None]:
     """A process that was started in the background ignores SIGINT, and so would its children."""
@@ -186,6 +185,7 @@ def heeded_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.processes
 def test_ctrl_c_ends_the_live_page(tmp_path: Path, heeded_interrupts: None) -> None:
     train(str(tmp_path / "store"), rounds=1)
     command = [sys.executable, "-m", "composer_replication.cli", "status", str(tmp_path / "store"), "--watch", "--web"]
