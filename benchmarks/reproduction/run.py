@@ -68,8 +68,11 @@ def read(job: Job) -> dict[str, Any] | None:
     """The kept run, or None. Raises ValueError where the study has changed since."""
     if not job.path.exists():
         return None
-    with gzip.open(job.path, "rt", encoding="utf-8") as file:
-        run = json.load(file)
+    try:
+        with gzip.open(job.path, "rt", encoding="utf-8") as file:
+            run = json.load(file)
+    except (EOFError, OSError, ValueError) as error:
+        raise ValueError(f"{job.path} can't be read ({error}): delete it, and it is trained again") from error
     if run["recipe"] != job.fingerprint():
         raise ValueError(f"{job.path} is a run of another recipe than {job.group}/{job.variant} is now: move it away")
     return run

@@ -174,7 +174,10 @@ def _monitor(
 
 
 def _grow(config: AutoLoCoConfig, state: AutoLoCoState, preview: Preview) -> tuple[AutoLoCoState, str]:
-    """Propose the longest horizon that the cap allows or, below a rejected bound, one near the midpoint."""
+    """Propose the longest horizon that the cap allows or, below a rejected bound, one near the midpoint.
+
+    Below the base horizon the next longer one may always be tried, whatever the cap.
+    """
 
     def exposure(horizon: int) -> float:
         return preview.mass(state.tokens.steps(config, horizon))
@@ -183,7 +186,11 @@ def _grow(config: AutoLoCoConfig, state: AutoLoCoState, preview: Preview) -> tup
     if bound is not None and exposure(bound.horizon) <= config.retire_ratio * bound.mass:
         bound = None
     cap = config.growth_cap * exposure(state.accepted)
-    longer = [horizon for horizon in config.horizons if horizon > state.accepted and exposure(horizon) <= cap]
+    above = [horizon for horizon in config.horizons if horizon > state.accepted]
+    longer = [horizon for horizon in above if exposure(horizon) <= cap]
+    if not longer and state.accepted < config.base_horizon:
+        # Of a short horizon one notch is more than the cap allows: what was cut could never come back to the base.
+        longer = above[:1]
     if bound is not None:
         longer = [horizon for horizon in longer if horizon < bound.horizon]
     if not longer:

@@ -130,9 +130,11 @@ def _one(
     members, absent = roster.members, dict(roster.absent)
     told = next((told for told in later.values() if "last_mean_square_norm" in told), None)
     mean = _mean_square_norm(reader, roster) if told is None else told["last_mean_square_norm"]
+    open_still = mean is None  # its means aren't all there: who was averaged is agreed, what came out isn't known yet
+    mean = math.nan if mean is None else mean
     if told is not None and mean == 0.0 and "last_drift" not in told:  # in the words of those who averaged nobody
         mean = math.nan
-    if members and not math.isfinite(mean):
+    if members and not open_still and not math.isfinite(mean):
         absent |= {report.replica: "the mean is not finite" for report in members}
         members = ()
     treatment = treat(members, guards)
@@ -144,7 +146,9 @@ def _one(
         round=roster.round,
         position=position,
         members=tuple(report.replica for report in members),
-        observation=_observation(reports, members, drift, mean, position, _size(reader, roster.round), grid),
+        observation=None
+        if open_still
+        else _observation(reports, members, drift, mean, position, _size(reader, roster.round), grid),
         steps=max((report.steps for report in reports), default=0),
         tokens=_tokens(members),
         drift=math.nan if drift is None else drift,
@@ -200,11 +204,13 @@ def _size(reader: RunReader, round: int) -> int:
     return sizes[max(first for first in sizes if first <= round)]
 
 
-def _mean_square_norm(reader: RunReader, roster: Roster) -> float:
-    """Of a round that nobody has told of yet: from the means themselves. NaN if they aren't there."""
+def _mean_square_norm(reader: RunReader, roster: Roster) -> float | None:
+    """Of a round that nobody has told of yet: from the means themselves. None while one of them isn't there."""
     total = 0.0
     for shard in range(roster.shards):
         mean = _pointer(reader, keys.mean(roster.round, roster.attempt, shard))
+        if not mean:
+            return None
         chunks = mean.get("chunks")
         if not isinstance(chunks, list) or not chunks:
             return math.nan

@@ -27,7 +27,7 @@ def read_machines(args: argparse.Namespace) -> Machines | None:
         if given is not None:
             raise ValueError(f"--{given} needs --step-seconds: how long does an inner step take?")
         return None
-    if not args.latency >= 0:
+    if not 0 <= args.latency < math.inf:
         raise ValueError(f"--latency must be 0 or more, got {args.latency}")
     latency = args.latency / 1000
 

@@ -158,12 +158,12 @@ class Watch:
 
     def _stop(self, words: str) -> None:
         """Stop what still runs, and wait for it. Asked again meanwhile: kill what runs here, and wait no more."""
-        self.handles = self.executor.poll(self.handles)
-        if all(handle.ended for handle in self.handles):
-            return
-        if words:
-            print(words, flush=True)
         try:
+            self.handles = self.executor.poll(self.handles)
+            if all(handle.ended for handle in self.handles):
+                return
+            if words:
+                print(words, flush=True)
             self._cancel()
             self._let_end()
         except (KeyboardInterrupt, _Stop):

@@ -103,7 +103,4 @@ def _lines(path: Path, problems: list[str]) -> Iterator[tuple[int, str]]:
 
 def _policy_of(rounds: list[Any]) -> str:
     """Rounds alone don't name their policy; whether it adapted can be seen."""
-    if any(one.get("assessment") for one in rounds):
-        return "autoloco"
-    lengths = {one.get("horizon") for one in rounds}
-    return "fixed" if len(lengths) == 1 and len(rounds) > 1 else "unknown policy"
+    return "autoloco" if any(one.get("assessment") for one in rounds) else "unknown policy"

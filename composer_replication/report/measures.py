@@ -93,12 +93,15 @@ def _scaled(run: Run, replica: int, name: str) -> float | None:
     return sum(told) / len(told) * mine if told else None
 
 
+_MAX_ELEMENTS = 10**13  # a number beyond is damage, not a model
+
+
 @lru_cache(maxsize=256)
 def _float32_ratio(codec: str, elements: int) -> float | None:
     """How many times as many bytes float32 takes; None if that can't be said."""
     if codec == "float32":
         return 1.0
-    if not codec or elements < 1:
+    if not codec or not 1 <= elements <= _MAX_ELEMENTS:
         return None
     from composer_replication.collective.object_store.costs import encoded_sizes, plain_layout
 

@@ -17,6 +17,9 @@ from composer_replication.collective.object_store.costs import Link
 __all__ = ["Draws", "LinkDown", "Machines", "Outage"]
 
 
+_MOST_PER_HOUR = 3600  # once a second
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outage:
     """A replica is gone from `at` seconds after the run's beginning, for `seconds`; infinite: for good.
@@ -100,6 +103,9 @@ class Machines:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
+        for name in ("failures_per_hour", "preemptions_per_hour"):
+            if getattr(self, name) > _MOST_PER_HOUR:
+                raise ValueError(f"{name} must be {_MOST_PER_HOUR} or less, got {getattr(self, name)}")
         if not 0 < self.restart_seconds < math.inf:
             raise ValueError(f"restart_seconds must be more than 0, got {self.restart_seconds}")
 

@@ -168,7 +168,12 @@ class ReplicaClock:
 
     def _close(self, since: float, end: float, transfers: float, members: int, number: int) -> None:
         """Account for a round that is over at `end`, or later if the replica fails after `since`."""
+        tries = 0
         while (outage := self._draws.outage(since, end)) is not None:
+            tries += 1
+            if tries > _TRIES:  # it fails more often than a transfer takes
+                self._gone()
+                return
             since = outage.at + outage.seconds
             self._stretches.append(_Stretch("down", outage.at, since))
             self.watcher.restarted()

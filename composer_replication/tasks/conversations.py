@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from composer_replication.tasks.corpus import is_text
 from composer_replication.tasks.examples import Examples, Padded
 from composer_replication.tasks.sources import Source, load_tokenizer, padding_id
 from composer_replication.tasks.text import TextData
@@ -157,7 +158,7 @@ def _why_not(messages: Any, where: str, field: str) -> str:
     spoken = roles[1:] if roles[0] == "system" else roles
     if not spoken or any(role != ("user", "assistant")[index % 2] for index, role in enumerate(spoken)):
         return "with roles out of order"
-    if not all(isinstance(message["content"], str) and message["content"].strip() for message in messages):
+    if not all(is_text(message["content"]) and message["content"].strip() for message in messages):
         return "with content that isn't text"
     if len(spoken) < 2:
         return "without an assistant"

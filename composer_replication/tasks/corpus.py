@@ -20,7 +20,7 @@ from composer_replication.errors import RecipeError, StoreError
 from composer_replication.store.failures import TEMPORARY, describe, kind_of
 from composer_replication.store.location import parse_location
 
-__all__ = ["documents", "rows"]
+__all__ = ["documents", "is_text", "rows"]
 
 PIECE_CHARACTERS = 1 << 20
 KINDS = (".txt", ".jsonl", ".json", ".parquet")
@@ -50,9 +50,17 @@ def documents(uri: str, *, field: str = "text") -> Iterator[tuple[str, bool]]:
         where, value, has = found
         if has is None:
             continue
-        if not isinstance(value, str):
+        if not is_text(value):
             raise ValueError(f"{where} has no text in the field {field!r} (it has {has})")
         yield value, True
+
+
+def is_text(value: Any) -> bool:
+    """Is it a string that can be written as UTF-8? JSON can hold half of a character, which no tokenizer takes."""
+    try:
+        return isinstance(value, str) and bool(value.encode("utf-8") or True)
+    except UnicodeEncodeError:
+        return False
 
 
 def rows(uri: str, *, field: str, part: tuple[int, int] = (0, 1)) -> Iterator[tuple[str, Any]]:

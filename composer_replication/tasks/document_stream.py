@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from composer_replication.isolate import Identity, read_identity
+from composer_replication.tasks.corpus import is_text
 from composer_replication.tasks.examples import Examples, Padded, example_of
 from composer_replication.tasks.sources import Source, load_tokenizer, padding_id
 from composer_replication.tasks.streams import Place, Stream, StreamLoader
@@ -35,11 +36,14 @@ class DocumentStream(Stream):
         # `documents` were used up of this pass through the share, and of the last one the tokens in `rest` are left.
         documents, rest = place.get("documents", 0), list(place.get("rest", ()))
         while True:
-            before = documents
+            before, given = documents, 0
             for text in islice(_texts(self.source, (self.share.shard, self.share.replicas)), documents, None):
                 documents += 1
                 tokens = _tokens(self.encoder, text)
                 if not self.pack:
+                    if len(tokens) < 2:  # nothing follows its one token
+                        continue
+                    given += 1
                     yield example_of(tokens[: self.context]), {"documents": documents}
                     continue
                 rest = [*rest, *tokens]
@@ -50,6 +54,8 @@ class DocumentStream(Stream):
             if documents == before == 0:
                 who = f"replica {self.identity.replica} of {self.identity.replicas}"
                 raise ValueError(f"{self.source} gives {who} no document: it has fewer than there are readers")
+            if not self.pack and not given and before == 0:
+                raise ValueError(f"{self.source} gives no document of two tokens or more")
             documents = 0
 
 
@@ -133,8 +139,9 @@ def document_stream(
 
 def _texts(source: Source, part: tuple[int, int]) -> Iterator[str]:
     for where, text in source.rows(part):
-        if text is not None and not isinstance(text, str):
-            raise ValueError(f"{where} has no text in the field {source.field!r}, but {type(text).__name__}")
+        if text is not None and not is_text(text):
+            kind = "half a character" if isinstance(text, str) else type(text).__name__
+            raise ValueError(f"{where} has no text in the field {source.field!r}, but {kind}")
         if text is not None and text.strip():
             yield text
 

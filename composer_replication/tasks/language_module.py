@@ -35,7 +35,7 @@ class LanguageModule(LightningModule):
         self.model = model
         self._make_optimizer = make_optimizer
         self._make_scheduler = make_scheduler
-        self._validation = MeanMetric()
+        self._validation = MeanMetric(nan_strategy="disable")  # a loss that isn't finite must show
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         return next_token_loss(logits_of(self.model, batch), batch["labels"])

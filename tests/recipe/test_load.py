@@ -238,7 +238,8 @@ def test_shipped_recipes_are_fine(name):
     recipe = load_recipe(RECIPES / name)
     assert recipe.name == Path(name).stem
     assert recipe_from(to_yaml(recipe)) == recipe
-    load_recipe(RECIPES / name, ["training.steps=120"])  # the short form of the README and of CI
+    if "quickstart" in name or name == "diloco.yaml":
+        load_recipe(RECIPES / name, ["training.steps=120"])  # the short form of the README and of CI
 
 
 def test_the_quickstart_under_composer_is_the_same_but_for_the_trainer():

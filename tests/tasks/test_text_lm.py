@@ -224,3 +224,9 @@ def test_bad_settings_are_named(model: str, tmp_path: Path, settings: dict[str, 
     given: dict[str, object] = {"tokenizer": model, "uri": str(tmp_path), "batch_size": 8}
     with pytest.raises(ValueError, match=message):
         text_lm(**{**given, **settings})  # type: ignore[arg-type]
+
+
+def test_half_a_character_is_no_text() -> None:
+    from composer_replication.tasks.corpus import is_text
+
+    assert is_text("") and is_text("naïve 😀") and not is_text("bad \ud800") and not is_text(None) and not is_text(b"x")
