@@ -35,7 +35,7 @@ class LanguageModule(LightningModule):
         self.model = model
         self._make_optimizer = make_optimizer
         self._make_scheduler = make_scheduler
-        self._validation = MeanMetric(nan_strategy="disable")  # a loss that isn't finite must show
+        self._validation = MeanMetric()
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         return next_token_loss(logits_of(self.model, batch), batch["labels"])
@@ -49,7 +49,9 @@ class LanguageModule(LightningModule):
     def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
         # Weighted by labels, and added up over the processes of the replica. (Lightning's own mean of a number over
         # processes takes the mean of the integer weights, and drops its fraction.)
-        self._validation.update(self._loss(batch), weight=target_count(batch["labels"]))
+        # It leaves out what is no number, and a diverged model would look fine: that counts as infinite.
+        loss, count = self._loss(batch), target_count(batch["labels"])
+        self._validation.update(torch.nan_to_num(loss, nan=torch.inf), weight=count)
         self.log("validation_loss", self._validation, batch_size=batch["input_ids"].shape[0])
 
     def configure_optimizers(self) -> Any:

@@ -92,3 +92,18 @@ def _one(data: TextData[Examples], indices: list[int]) -> Any:
 
 def _unused(*_: Any) -> Any:
     raise AssertionError("nothing is trained here")
+
+
+def test_a_loss_that_is_no_number_shows() -> None:
+    pytest.importorskip("lightning")
+    from composer_replication.tasks.language_module import LanguageModule
+
+    class Diverged(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return torch.full((*input_ids.shape, 4), torch.nan)
+
+    module = LanguageModule(Diverged(), make_optimizer=_unused, make_scheduler=_unused)
+    module.log = lambda *_, **__: None  # type: ignore[method-assign]  # no trainer here
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    module.validation_step({"input_ids": ids, "labels": ids}, 0)
+    assert module._validation.compute() == torch.inf
