@@ -31,7 +31,8 @@ class Spread:
         return median(self.values)
 
     def text(self, digits: int = 4, *, sign: bool = False) -> str:
-        return f"{self.mean:{'+' if sign else ''}.{digits}f} ± {self.deviation:.{digits}f}"
+        middle = f"{self.mean:{'+' if sign else ''}.{digits}f}"
+        return middle if len(self.values) == 1 else f"{middle} ± {self.deviation:.{digits}f}"
 
 
 def spread(values: Sequence[float]) -> Spread:

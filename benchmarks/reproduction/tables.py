@@ -18,6 +18,7 @@ __all__ = ["PAGE", "blocks", "kept", "write_results"]
 
 PAGE = ROOT / "docs" / "results.md"
 _PAPER = {"diloco-0.7": 2.8251, "intervals": 2.8310, "momentum": 2.8484, "autoloco": 2.8116}  # paper, table 7
+_NONE = "(none of these runs is kept yet)"
 Runs = Mapping[str, Mapping[int, Run]]  # variant -> seed -> run
 
 
@@ -100,7 +101,7 @@ def _validation(run: Run) -> float:
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     if not lines:
-        return "(no runs kept yet)"
+        return _NONE
     rows = [header, ["---", *("---:" for _ in header[1:])], *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -173,7 +174,7 @@ def _assessments(runs: Runs) -> str:
 def _alarms(main: Runs) -> str:
     runs = [run for name in ("diloco", "diloco-0.7") for run in main.get(name, {}).values()]
     if not runs:
-        return "(no runs kept yet)"
+        return _NONE
     sequences = [statistics_of(run) for run in runs]
     drift, shared = noise(sequences)
     lines = [[f"{floor:.2f}", *(f"{share:.1%}" for share in alarms(sequences, floor).values())] for floor in FLOORS]
@@ -187,7 +188,7 @@ def _alarms(main: Runs) -> str:
 def _disturbed(group: str) -> str:
     runs = kept(group)
     if not runs:
-        return "(no runs kept yet)"
+        return _NONE
     from benchmarks.reproduction.disturbances import DISTURBANCES, DataShift, RateSpike
 
     kind = {"spike": RateSpike, "shift": DataShift}[group]
@@ -229,6 +230,7 @@ def _cost() -> str:
     torch = sorted({run["versions"]["torch"] for _, run in found})
     python = sorted({run["versions"]["python"] for _, run in found})
     return (
-        f"{len(found)} runs, {seconds / 3600:.1f} hours of one core, torch {', '.join(torch)}, "
+        f"{len(found)} runs, {seconds / 3600:.1f} hours altogether, two at a time on two busy cores; "
+        f"torch {', '.join(torch)}, "
         f"Python {', '.join(python)} (whose standard library is the text)."
     )
