@@ -42,8 +42,8 @@ def blocks() -> dict[str, str]:
         "alarms": _alarms(main),
         "spike": _disturbed("spike"),
         "shift": _disturbed("shift"),
-        "codecs": _comparison("codecs", {**_some(main, "autoloco", "diloco"), **kept("codecs")}, "autoloco"),
-        "sensitivity": _comparison("sensitivity", {**_some(main, "autoloco"), **kept("sensitivity")}, "autoloco"),
+        "codecs": _beside("codecs", _some(main, "autoloco", "diloco")),
+        "sensitivity": _beside("sensitivity", _some(main, "autoloco")),
         "cost": _cost(),
     }
 
@@ -129,6 +129,12 @@ def _comparison(group: str, runs: Runs, against: str) -> str:
     compared = _title(group, against)
     header = ["", "rounds, by seed", "fewer than fixed", "sent by one", "training loss, last tenth", "validation loss"]
     return _table([*header, f"validation against {compared}"], lines)
+
+
+def _beside(group: str, main: Runs) -> str:
+    """The group's runs below those of the main group that they are to be compared with."""
+    runs = kept(group)
+    return _comparison(group, {**main, **runs}, "autoloco") if runs else _NONE
 
 
 def _ablation(runs: Runs) -> str:
