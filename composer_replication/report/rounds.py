@@ -115,7 +115,8 @@ def _round(item: Any, before: Mapping[int, Round]) -> Round | None:
     members = tuple(
         sorted({m for m in items_of(item.get("members")) if isinstance(m, int) and not isinstance(m, bool)})
     )
-    members = members or tuple(sorted(replicas))
+    if "members" not in item:  # an empty list says that nobody was averaged
+        members = tuple(sorted(replicas))
     sent = number(item, "bytes_sent")  # of each of them, in a simulation
     if sent is not None and not any("bytes_sent" in told for told in replicas.values()):
         replicas = {m: {**replicas.get(m, {}), "bytes_sent": sent} for m in {*members, *replicas}}

@@ -171,10 +171,8 @@ class ReplicaClock:
         tries = 0
         while (outage := self._draws.outage(since, end)) is not None:
             tries += 1
-            if tries > _TRIES:  # it fails more often than a transfer takes
-                self._gone()
-                return
-            since = outage.at + outage.seconds
+            # One that fails more often than a transfer takes never comes to its end.
+            since = outage.at + (outage.seconds if tries <= _TRIES else math.inf)
             self._stretches.append(_Stretch("down", outage.at, since))
             self.watcher.restarted()
             if math.isinf(since):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from composer_replication.report import page, payload, read_file, run_from_json
 from composer_replication.report.groups import COLOURS, group_runs
+from composer_replication.report.rounds import tidy_rounds
 from tests.report.samples import round_json, run_json
 
 
@@ -189,3 +190,14 @@ def test_text_of_a_run_is_no_markup() -> None:
     mine = html[html.index('id="values"') :]
     mine = mine[: mine.index("</script>")]
     assert "alert(1)" in mine and "<" not in mine.partition(">")[2]
+
+
+def test_a_round_that_averaged_nobody_has_no_members() -> None:
+    told = {"0": {"loss": 1.0}, "1": {"loss": 3.0}}
+    (nobody, unsaid), _ = tidy_rounds(
+        [
+            {"round": 0, "steps": 5, "members": [], "replicas": told},
+            {"round": 1, "steps": 5, "replicas": told},
+        ]
+    )
+    assert (nobody.members, nobody.loss) == ((), None) and (unsaid.members, unsaid.loss) == ((0, 1), 2.0)

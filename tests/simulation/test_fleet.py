@@ -75,3 +75,29 @@ def test_one_replica_s_error_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "next_token_loss", fails)
     with pytest.raises(ArithmeticError, match="for the test"):
         simulate(recipe("training.steps=4"))
+
+
+class Spike:
+    """A disturbance: the learning rate of some steps, and whom it was asked about."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.asked = factor, set[tuple[int, int]]()
+
+    def batch(self, replica, step, batch):
+        self.asked.add((replica, step))
+        return batch
+
+    def rate(self, replica: int, step: int) -> float:
+        return self.factor if step == 3 else 1.0
+
+
+def test_a_disturbance_reaches_every_step_and_leaves_the_schedule_alone() -> None:
+    ours = recipe("training.steps=8")
+    plain, idle, spike = simulate(ours), Spike(1.0), Spike(10.0)
+    assert simulate(ours, disturbance=idle).digest == plain.digest
+    assert idle.asked == {(replica, step) for replica in range(2) for step in range(8)}
+    disturbed = simulate(ours, disturbance=spike)
+    assert disturbed.digest != plain.digest
+    masses = [[one.observation.mass for one in run.rounds if one.observation] for run in (plain, disturbed)]
+    assert len(masses[0]) == 1 and masses[1][0] > masses[0][0]  # what was executed, not what was planned
+    assert [one.next_plan.mass for one in disturbed.rounds] == [one.next_plan.mass for one in plain.rounds]

@@ -350,3 +350,12 @@ def test_an_exchange_with_one_member_reads_its_own() -> None:
     exchange = Exchange(Machines(step_seconds=1.0, link=LINK), 1000, "float32")
     ends, written = exchange.ends({5: 10.0}, 10.0, 0)
     assert ends[5] == pytest.approx(10.0 + exchange.payload / 1e6) and written == 10.0
+
+
+@pytest.mark.timeout(60)  # without a bound it has no end
+def test_a_replica_that_fails_more_often_than_a_transfer_takes_is_gone_and_not_for_ever_tried() -> None:
+    slow = Link(up=125e3, down=125e3)
+    machines = Machines(step_seconds=0.01, link=slow, failures_per_hour=60.0, restart_seconds=10.0)
+    rules = Rules(failure_policy="skip")
+    found = timeline([20] * 3, machines, replicas=64, elements=1_000_000, codec="float32", rules=rules)
+    assert found.aborted and math.isfinite(found.seconds)

@@ -21,8 +21,8 @@ from composer_replication.recipe import Recipe
 
 __all__ = ["LoggedRun", "check_loggers", "line_up", "logged_settings"]
 
-_NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # module: what pip installs
-_PACKAGES = {"mlflow": "mlflow-skinny (or mlflow)"}
+# Of each module, what pip installs.
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny (or mlflow)"}
 _REMEMBERED = "loggers.json"
 _TRACKING = "MLFLOW_TRACKING_URI"
 
@@ -30,11 +30,10 @@ _TRACKING = "MLFLOW_TRACKING_URI"
 def check_loggers(recipe: Recipe) -> None:
     """Raise RecipeError for a logger whose library isn't in this environment, or that has no place to log to."""
     for name in recipe.logging.loggers:
-        needed = _NEEDS.get(name)
-        if needed is not None and find_spec(needed) is None:
+        if name in _PACKAGES and find_spec(name) is None:
             raise RecipeError(
                 f"logging.loggers: {name} isn't installed where this replica runs: pip install "
-                f"{_PACKAGES.get(name, needed)}, or leave it out"
+                f"{_PACKAGES[name]}, or leave it out"
             )
     if "mlflow" in recipe.logging.loggers and not (recipe.logging.tracking_uri or os.environ.get(_TRACKING)):
         raise RecipeError(
