@@ -61,13 +61,16 @@ def _range(values: Sequence[int], each: bool = True) -> str:
 # -- communication ---------------------------------------------------------------------------------------------------
 
 
+_NOT_COMPARED = "What a fixed interval would have taken isn't known: its base horizon isn't, or rounds are missing."
+
+
 def _communication(group: Group, base: Group | None) -> Fact:
     fact: Fact = {"question": "How much communication was saved?", "answer": "–", "unit": "", "lines": [], "bars": []}
     runs = [run for run in group.runs if run.rounds]
     horizon = (base or group).first.base_horizon
     fixed = [fixed_rounds(run, horizon) for run in runs]
     if not runs or horizon is None or None in fixed:
-        fact["lines"] = ["No round is closed yet." if not runs else "There is no fixed interval to compare it with."]
+        fact["lines"] = ["No round is closed yet." if not runs else _NOT_COMPARED]
         if runs:
             fact["answer"], fact["unit"] = _range([run.exchanges for run in runs]), "rounds"
         return fact
@@ -80,7 +83,7 @@ def _communication(group: Group, base: Group | None) -> Fact:
         {"label": f"every {horizon} steps", "value": fmean(wanted), "colour": None},
     ]
     for bar in fact["bars"]:
-        bar["text"] = f"{bar['value']:.3g} rounds"
+        bar["text"] = f"{bar['value']:,.0f} rounds"
     spent = [bytes_of(run) for run in runs]
     known = [one for one in spent if one is not None]
     if len(known) < len(runs):

@@ -31,9 +31,13 @@ def _remembered(work: Callable[[Run], _T]) -> Callable[[Run], _T]:
 
 
 def fixed_rounds(run: Run, base: int | None = None) -> int | None:
-    """Rounds that a fixed interval of the base horizon takes for the steps that were trained."""
+    """Rounds that a fixed interval of the base horizon takes for the steps that were trained.
+
+    None where that isn't known, or where rounds of the run are missing: a hole in its record is no saving.
+    """
     base = base or run.base_horizon
-    return -(-run.position // base) if base and run.position else None
+    whole = all(one.round == index for index, one in enumerate(run.rounds))
+    return -(-run.position // base) if base and run.position and whole else None
 
 
 def last_loss(run: Run) -> float | None:

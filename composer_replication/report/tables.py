@@ -41,7 +41,7 @@ def comparison(groups: Sequence[Group]) -> Table:
             [
                 group.label,
                 ", ".join(_NO if seed is None else str(seed) for seed in group.seeds),
-                spread(taken, "{:.3g}") if taken else _NO,
+                spread(taken, "{:,.0f}") if taken else _NO,
                 percent(sum(taken) / sum(fixed)) if fixed and len(fixed) == len(runs) else _NO,
                 byte_count(fmean(sent)) if sent else _NO,
                 spread(trained) if trained else _NO,

@@ -136,3 +136,11 @@ def test_data_parallelism_exchanges_in_every_step() -> None:
 
 def test_a_run_without_rounds_has_facts_without_figures() -> None:
     assert [fact["answer"] for fact in facts(run_json(intervals=(10,)) | {"rounds": [], "result": None})] == ["–"] * 3
+
+
+def test_a_hole_in_the_record_is_no_saving() -> None:
+    whole = run_json()
+    damaged = {**whole, "rounds": [one for one in whole["rounds"] if one["round"] != 1]}
+    assert "%" in facts(whole)[0]["answer"]
+    saved = facts(damaged)[0]
+    assert (saved["answer"], saved["unit"]) == ("7", "rounds") and "rounds are missing" in saved["lines"][0]
