@@ -119,7 +119,7 @@ def test_a_bad_network(case: Case, tmp_path: Path, through: Through) -> None:
 def test_the_store_is_away_for_a_minute(case: Case, tmp_path: Path, through: Through) -> None:
     proxy, stores = through(case.store)
 
-    once = threading.Lock()  # chunks and shards each come to this step
+    once = threading.Lock()  # chunks, shards and replicas each come to this step
 
     def leave(step: str, toy: Toy) -> None:
         if step == case.point and toy.round == 1 and once.acquire(blocking=False):
@@ -127,7 +127,7 @@ def test_the_store_is_away_for_a_minute(case: Case, tmp_path: Path, through: Thr
             threading.Timer(60.0 / SPEED, lambda: setattr(proxy, "away", False)).start()
 
     began = fast_clock()
-    lives = fast_fleet(tmp_path, stores, case, PATIENT).run({0: leave})
+    lives = fast_fleet(tmp_path, stores, case, PATIENT).run({0: leave, 1: leave})  # whoever comes there first: a roster is written by one
     assert [life.text for life in lives] == ["", ""]
     assert fast_clock() - began >= 60.0
     assert len(nothing_lost(stores(QUICK), lives)) == 3
@@ -143,7 +143,7 @@ def test_the_store_is_away_for_too_long(case: Case, tmp_path: Path, through: Thr
             proxy.away = True
 
     fleet = fast_fleet(tmp_path, stores, case)
-    first: list[Life] = fleet.run({0: leave})
+    first: list[Life] = fleet.run({0: leave, 1: leave})  # whoever comes there first: a roster is written by one
     for life in first:
         assert isinstance(life.error, StoreUnavailable) and "can't be reached" in life.text, life.text
     proxy.away = False

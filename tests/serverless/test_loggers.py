@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 
 from composer_replication.adapter.driver import Driver
 from composer_replication.cli import main
-from composer_replication.diloco.serverless.loggers import LoggedRun, check_loggers, line_up
+from composer_replication.diloco.serverless.loggers import LoggedRun, check_loggers, ensure_experiment, line_up
 from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
 from composer_replication.recipe import claim_folder, recipe_from
@@ -116,6 +119,44 @@ def test_a_launched_fleet_logs_under_one_group(trainer: str, tmp_path: Path) -> 
     assert main(["launch", str(file), *words, "--plain"]) == 0
     for replica in (0, 1):
         check_rounds(tables(trainer, output, replica), replicas=2)
+
+
+@pytest.mark.parametrize("place", ["mlruns", "file", "nowhere/mlruns"])
+def test_replicas_that_start_together_share_one_experiment(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trainer's logger looks and then makes: two replicas did so at once, and the second one failed."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.chdir(tmp_path)
+    uri = (tmp_path / "mlruns").as_uri() if place == "file" else place
+    run = LoggedRun(group="one", name="one-r0", folder=tmp_path, project="paper", tags={}, tracking_uri=uri)
+    together = threading.Barrier(6)
+
+    def start(_: int) -> None:
+        together.wait()
+        ensure_experiment(run)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(start, range(6)))
+    assert [one.name for one in mlflow.MlflowClient(uri).search_experiments() if one.name != "Default"] == ["paper"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_server_that_was_asked_twice_says_no_to_one(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    found = iter([None, SimpleNamespace(name="paper") if there else None])
+
+    def refuse(self: Any, name: str) -> None:
+        raise mlflow.exceptions.MlflowException(f"{name} is refused")
+
+    monkeypatch.setattr(mlflow.MlflowClient, "get_experiment_by_name", lambda self, name: next(found))
+    monkeypatch.setattr(mlflow.MlflowClient, "create_experiment", refuse)
+    run = LoggedRun(
+        group="g", name="n", folder=Path(), project="paper", tags={}, tracking_uri="http://nowhere.invalid:1"
+    )
+    with nullcontext() if there else pytest.raises(mlflow.exceptions.MlflowException, match="refused"):
+        ensure_experiment(run)
 
 
 # -- what needs no training --------------------------------------------------------------------------------------------

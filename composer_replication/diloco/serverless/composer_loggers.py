@@ -13,7 +13,7 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 
 from composer_replication.composer.csv_logger import CSVLogger
-from composer_replication.diloco.serverless.loggers import LoggedRun, check_loggers, line_up
+from composer_replication.diloco.serverless.loggers import LoggedRun, check_loggers, ensure_experiment, line_up
 from composer_replication.isolate import Identity
 from composer_replication.recipe import Recipe
 
@@ -66,6 +66,7 @@ def _wandb(run: LoggedRun, recipe: Recipe) -> LoggerDestination:
 
 
 def _mlflow(run: LoggedRun, recipe: Recipe) -> LoggerDestination:
+    ensure_experiment(run)
     again = run.remembered("mlflow") is not None
     run.remember("mlflow", run.name)
     return MLFlowLogger(

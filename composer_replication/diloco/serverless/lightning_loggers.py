@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from composer_replication.diloco.serverless.loggers import LoggedRun, check_loggers, line_up, logged_settings
+from composer_replication.diloco.serverless.loggers import LoggedRun, check_loggers, ensure_experiment, line_up, logged_settings
 from composer_replication.isolate import Identity
 from composer_replication.recipe import Recipe
 
@@ -62,6 +62,7 @@ def _wandb(run: LoggedRun, recipe: Recipe) -> Logger:
 
 
 def _mlflow(run: LoggedRun, recipe: Recipe) -> Logger:
+    ensure_experiment(run)
     logger = MLFlowLogger(
         experiment_name=run.project,
         run_name=run.name,

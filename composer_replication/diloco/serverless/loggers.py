@@ -10,16 +10,19 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
 from composer_replication.recipe import Recipe
 
-__all__ = ["LoggedRun", "check_loggers", "line_up", "logged_settings"]
+__all__ = ["LoggedRun", "check_loggers", "ensure_experiment", "line_up", "logged_settings"]
 
 # Of each module, what pip installs.
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny (or mlflow)"}
@@ -85,6 +88,34 @@ class LoggedRun:
     def id_of(self, logger: str) -> str:
         """That id, made now if there is none."""
         return self.remembered(logger) or self.remember(logger, uuid.uuid4().hex[:16])
+
+
+def ensure_experiment(run: LoggedRun) -> None:
+    """Make MLflow's experiment unless it is there. The trainers' loggers look for it and then make it, and replicas that
+    start together would make it twice: a server refuses the second, and the second replica would fail."""
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    with _one_at_a_time(run.tracking_uri):
+        client = MlflowClient(run.tracking_uri)
+        if client.get_experiment_by_name(run.project) is None:
+            try:
+                client.create_experiment(run.project)
+            except MlflowException:
+                if client.get_experiment_by_name(run.project) is None:
+                    raise
+
+
+def _one_at_a_time(tracking_uri: str) -> AbstractContextManager[Any]:
+    """Files have no server that would put their users in order."""
+    from filelock import FileLock
+
+    where = urlsplit(tracking_uri)
+    if where.scheme not in ("", "file", "sqlite"):
+        return nullcontext()
+    path = Path(url2pathname(where.path.removeprefix("/") if where.scheme == "sqlite" else where.path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(path.with_name(f".{path.name}.lock"))
 
 
 def logged_settings(recipe: Recipe, identity: Identity) -> dict[str, Any]:
