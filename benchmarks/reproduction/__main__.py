@@ -1,11 +1,12 @@
 """The small-scale reproduction of docs/results.md.
 
     python -m benchmarks.reproduction run [--groups main eight] [--variants autoloco diloco] [--seeds 1] [--jobs 2]
+    python -m benchmarks.reproduction text
     python -m benchmarks.reproduction tables [--check]
 
 `run` trains what docs/results/reproduction doesn't hold yet: about two minutes a run of four replicas on a quiet core.
-`tables` writes every table and figure of docs/results.md anew from what is kept there; with `--check` it only says
-whether they would change.
+`text` fetches the prose of one group (Debian and Ubuntu only). `tables` writes every table and figure of
+docs/results.md anew from what is kept there; with `--check` it only says whether they would change.
 """
 
 from __future__ import annotations
@@ -31,11 +32,17 @@ def main() -> int:
     one.add_argument("group", choices=GROUPS)
     one.add_argument("variant")
     one.add_argument("seed", type=int)
+    commands.add_parser("text", help="fetch the prose of the group `prose` from Debian")
     tables = commands.add_parser("tables", help="tables and figures of docs/results.md from what is kept")
     tables.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something would change")
     args = parser.parse_args()
     if args.command == "one":
         run_one(Job(args.group, args.variant, args.seed))
+        return 0
+    if args.command == "text":
+        from benchmarks.reproduction.debian_text import fetch
+
+        print(fetch())
         return 0
     if args.command == "tables":
         from benchmarks.reproduction.tables import write_results

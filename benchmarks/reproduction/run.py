@@ -81,10 +81,13 @@ def read(job: Job) -> dict[str, Any] | None:
 def run_one(job: Job) -> None:
     import torch
 
+    from benchmarks.reproduction import debian_text
     from benchmarks.reproduction.disturbances import make
     from composer_replication.diloco.serverless.components import build_data
     from composer_replication.simulation import run_record, simulate, simulate_data_parallel
 
+    if job.group == "prose":
+        debian_text.check()
     torch.set_num_threads(1)
     variant, recipe, began = job.settings[1], job.recipe(), time.monotonic()
     if variant.data_parallel:

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["GROUPS", "KEPT", "RECIPE", "SEEDS", "Group", "Variant"]
+__all__ = ["DEBIAN_TEXT", "GROUPS", "KEPT", "RECIPE", "SEEDS", "Group", "Variant"]
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "reproduction.yaml"
 KEPT = ROOT / "docs" / "results" / "reproduction"
 SEEDS = (1, 2, 3)
+DEBIAN_TEXT = "benchmarks/reproduction/debian"  # debian_text.py makes it
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ MAIN = {
     "normalised": Variant("AutoLoCo, normalised", _policy("autoloco", "normalize=true")),
     "autoloco-0.9": Variant("AutoLoCo, base momentum 0.9", _policy("autoloco", "outer_momentum=0.9")),
 }
-EIGHT = {name: MAIN[name] for name in ("diloco", "diloco-0.7", "autoloco")}
+EIGHT = {name: MAIN[name] for name in ("diloco", "diloco-0.7", "autoloco", "autoloco-0.9")}
+PROSE = {name: MAIN[name] for name in ("diloco", "diloco-0.7", "autoloco")}
 CODECS = {
     "bfloat16": Variant("AutoLoCo, bfloat16", ("codec=bfloat16",)),
     "int8": Variant("AutoLoCo, int8", ("codec=int8",)),
@@ -105,6 +107,7 @@ SENSITIVITY = {
 GROUPS: dict[str, Group] = {
     "main": Group("Four replicas", MAIN),
     "eight": Group("Eight replicas", EIGHT, overrides=("fleet.replicas=8",)),
+    "prose": Group("Another text", PROSE, overrides=(f"data.args.path={DEBIAN_TEXT}", "data.args.pattern=*.txt")),
     "codecs": Group("Codecs", CODECS),
     "spike": Group("A learning-rate spike", _disturbed("spike")),
     "shift": Group("A shift of the data", _disturbed("shift")),

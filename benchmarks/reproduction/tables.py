@@ -37,6 +37,7 @@ def blocks() -> dict[str, str]:
     return {
         "main": _comparison("main", main, "diloco"),
         "eight": _comparison("eight", kept("eight"), "diloco"),
+        "prose": _comparison("prose", kept("prose"), "diloco"),
         "ablation": _ablation(main),
         "assessments": _assessments({**_prefixed("", main), **_prefixed("8 replicas: ", kept("eight"))}),
         "alarms": _alarms(main),
@@ -57,11 +58,13 @@ def write_results(*, check: bool) -> int:
         if begin not in new:
             raise ValueError(f"{PAGE} has no place for {name!r}: it needs {begin} and {end}")
         new = re.sub(f"{begin}.*?{end}", lambda _, b=begin, t=text, e=end: f"{b}\n\n{t}\n\n{e}", new, flags=re.DOTALL)
-    if check:
-        print("nothing would change" if new == old else "the page's tables aren't those of the kept runs")
-        return int(new != old)
-    from benchmarks.reproduction.figures import draw_all
+    from benchmarks.reproduction.figures import draw_all, outdated
 
+    if check:
+        wrong = [] if new == old else ["the page's tables"]
+        wrong += [f"docs/results/{name}" for name in outdated()]
+        print(f"not of the kept runs: {', '.join(wrong)}" if wrong else "nothing would change")
+        return int(bool(wrong))
     PAGE.write_text(new, encoding="utf-8")
     for path in draw_all():
         print(path.relative_to(ROOT))

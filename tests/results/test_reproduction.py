@@ -24,6 +24,13 @@ def test_the_page_s_tables_are_those_of_the_kept_runs() -> None:
         assert f"<!-- begin {name} -->\n\n{text}\n\n<!-- end {name} -->" in page, name
 
 
+def test_the_page_s_figures_are_those_of_the_kept_runs() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.reproduction.figures import outdated
+
+    assert outdated() == []
+
+
 def test_every_kept_file_is_a_run_of_the_study() -> None:
     files = set(study.KEPT.rglob("*.json.gz"))
     assert files and files == {job.path for job in JOBS}
