@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
@@ -64,7 +65,7 @@ def _fingerprint(figure: Figure) -> str:
     for axes in figure.axes:
         curves = [(line.get_label(), line.get_xydata()) for line in axes.lines]
         stairs = [(patch.get_label(), patch.get_path().vertices) for patch in axes.patches]
-        words = [(label, [f"{value:.9g}" for value in points.flat]) for label, points in (*curves, *stairs)]
+        words = [(label, [f"{value:.9g}" for value in np.asarray(points).flat]) for label, points in (*curves, *stairs)]
         drawn.append([axes.get_title(), words])
     return "sha256:" + hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
 

@@ -117,9 +117,9 @@ def _costs(values: Mapping[str, Any]) -> Iterator[str]:
         f"{cost['bandwidth_mbit']:g} Mbit/s (--bandwidth)"
     )
     text = f"in all        {byte_count(total['up_bytes'])} up and {byte_count(total['down_bytes'])} down"
-    yield f"{text}, {total['seconds'] / 3600:.2f} hours of exchanging"
+    yield f"{text}, {duration(total['seconds'])} of exchanging"
     if values["training_seconds"] is None:
         yield "training      give --step-seconds, what an optimizer step takes on one replica"
         return
     whole = total["seconds"] + values["training_seconds"]
-    yield f"with training {whole / 3600:.1f} hours, {100 * total['seconds'] / whole:.1f} % of them exchanging"
+    yield f"with training {duration(whole)}, {100 * total['seconds'] / whole:.1f} % of that exchanging"

@@ -10,11 +10,15 @@ from statistics import fmean, stdev
 from typing import Any
 
 from composer_replication.cli.text import byte_count, duration
+from composer_replication.report.apart import also_apart
 from composer_replication.report.groups import Group, baseline_of, comparable
 from composer_replication.report.measures import (
     bytes_of,
+    diverged,
+    end_loss,
     fixed_rounds,
     last_loss,
+    since,
     times_of,
     validation,
 )
@@ -91,6 +95,8 @@ def _communication(group: Group, base: Group | None) -> Fact:
         return fact
     sent = fmean(one.sent for one in known)
     how = "" if all(one.measured for one in known) else ", worked out from the model's size"
+    if how and group.first.policy == "ddp":
+        how += f" as one {group.first.codec} gradient of each replica in each step"
     per_run = " a run" if len(runs) > 1 else ""
     at_fixed = fmean(one.sent / t * w for one, t, w in zip(known, taken, wanted, strict=True))
     fact["lines"].append(
@@ -116,25 +122,32 @@ def _loss(group: Group, groups: Sequence[Group], base: Group | None) -> Fact:
     trained = [loss for run in group.runs if (loss := last_loss(run)) is not None]
     validated = [loss for run in group.runs if (loss := validation(run)) is not None]
     if not trained and not validated:
-        fact["lines"] = ["No loss was recorded."]
+        lost = any(diverged(run) is not None for run in group.runs)
+        fact["lines"] = ["No loss is finite." if lost else "No loss was recorded."]
         return fact
     fact["answer"] = f"{fmean(validated or trained):.4f}"
-    fact["unit"] = "validation loss" if validated else "training loss, last round"
+    lost = [one for run in group.runs if (one := diverged(run)) is not None]
+    what = "last finite training loss" if lost else "training loss, last round"
+    fact["unit"] = "validation loss" if validated else what
     if len(validated or trained) > 1:
         fact["unit"] += f", ± {stdev(validated or trained):.4f} over {len(validated or trained)} runs"
-    if validated and trained:
+    if lost:
+        who = "" if len(group.runs) == 1 else f" of {len(lost)} of {len(group.runs)} runs"
+        fact["lines"].append(f"Losses{who} are not finite from {since(min(lost, key=lambda one: one.position))} on.")
+    elif validated and trained:
         fact["lines"].append(f"Training loss of the last round {spread(trained)}{_first(group)}.")
-    if not validated:
+    if not validated and not lost:
         fact["lines"].append(f"Training loss of the last round{_first(group)}.")
         done = any(run.ended for run in group.runs)
         fact["lines"].append("No validation loss was recorded." if done else "Validation comes at the end.")
     others = [base] if base else comparable(groups, group)[:1]
     for other in others:
         line = _difference(group, other, validation, "validation loss") or _difference(
-            group, other, last_loss, "training loss of the last round"
+            group, other, end_loss, "training loss of the last round"
         )
         if line:
-            fact["lines"].append(line)
+            fact["lines"] += [line, also_apart(group, other)]
+    fact["lines"] = [line for line in fact["lines"] if line]
     fact["bars"] = _loss_bars([group, *comparable(groups, group)])
     return fact
 
@@ -167,7 +180,7 @@ def _difference(group: Group, other: Group, measure: Any, what: str) -> str:
 
 def _loss_bars(groups: Sequence[Group]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for measure in (validation, last_loss):
+    for measure in (validation, end_loss):
         found = [
             {"label": group.label, "values": losses, "colour": group.colour}
             for group in groups

@@ -15,7 +15,19 @@ from composer_replication.report.runs import Run
 
 _T = TypeVar("_T")
 
-__all__ = ["Bytes", "Times", "bytes_of", "fixed_rounds", "last_loss", "late", "times_of", "validation"]
+__all__ = [
+    "Bytes",
+    "Times",
+    "bytes_of",
+    "diverged",
+    "end_loss",
+    "fixed_rounds",
+    "last_loss",
+    "late",
+    "since",
+    "times_of",
+    "validation",
+]
 
 
 def _remembered(work: Callable[[Run], _T]) -> Callable[[Run], _T]:
@@ -43,6 +55,26 @@ def fixed_rounds(run: Run, base: int | None = None) -> int | None:
 def last_loss(run: Run) -> float | None:
     """Training loss of the last round that has one: mean over the replicas averaged, and over the interval."""
     return next((one.loss for one in reversed(run.rounds) if one.loss is not None), None)
+
+
+def diverged(run: Run) -> Round | None:
+    """The first round from which on no loss is finite; None if there is none such.
+
+    A record leaves out what isn't finite. A loss that nobody told is therefore one only where losses were told before.
+    """
+    told = max((index for index, one in enumerate(run.rounds) if one.loss is not None), default=-1)
+    after = run.rounds[told + 1 :]
+    return next((one for one in after if one.not_finite or (told >= 0 and one.members)), None)
+
+
+def since(one: Round) -> str:
+    """In words; data parallelism has no rounds, only steps."""
+    return f"round {one.round} (step {one.position:,})" if one.horizon > 1 or one.members else f"step {one.position:,}"
+
+
+def end_loss(run: Run) -> float | None:
+    """The last round's training loss, to compare: of a run that diverged there is none."""
+    return None if diverged(run) is not None else last_loss(run)
 
 
 def validation(run: Run) -> float | None:

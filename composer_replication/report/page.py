@@ -14,10 +14,12 @@ from importlib import resources
 from typing import Any
 
 from composer_replication import __version__
+from composer_replication.report.apart import about_size, steps_words
 from composer_replication.report.compare import compare_charts
 from composer_replication.report.detail import detail_charts
 from composer_replication.report.facts import facts_of
 from composer_replication.report.groups import group_runs
+from composer_replication.report.measures import diverged, since
 from composer_replication.report.runs import Run
 from composer_replication.report.tables import comparison, rounds_table, settings_table
 
@@ -43,7 +45,7 @@ def payload(
         "subtitle": _subtitle(shown),
         "generator": GENERATOR,
         "written": written,
-        "notices": [*notices, *said, *_notices(runs)],
+        "notices": [*notices, *about_size(groups), *said, *_notices(runs)],
         "live": dict(live) if live is not None else None,
         "focus": focus,
         "groups": [
@@ -86,8 +88,8 @@ def _subtitle(runs: Sequence[Run]) -> str:
     parts = [f"{len(runs)} runs"] if len(runs) > 1 else []
     if len({run.replicas for run in runs}) == 1 and first.replicas:
         parts.append(f"{first.replicas} replicas")
-    if len({run.position for run in runs}) == 1:
-        parts.append(f"{first.position:,} steps each")
+    if len({(run.position, run.steps) for run in runs}) == 1:
+        parts.append(f"{steps_words(first)} steps each")
     if len(codecs := {run.codec for run in runs}) == 1 and first.codec:
         parts.append(f"pseudo-gradients as {codecs.pop()}")
     if first.elements and len({run.elements for run in runs}) == 1:
@@ -103,7 +105,13 @@ def _label(run: Run, label: str, count: int) -> str:
 
 def _notices(runs: Sequence[Run]) -> list[str]:
     named = len(runs) > 1
-    return [f"{_where(run) if named else run.name}: {text}" for run in runs for text in run.notices]
+    said = [(run, text) for run in runs for text in (*_divergence(run), *run.notices)]
+    return [f"{_where(run) if named else run.name}: {text}" for run, text in said]
+
+
+def _divergence(run: Run) -> list[str]:
+    one = diverged(run)
+    return [] if one is None else [f"it diverged: its losses are not finite from {since(one)} on"]
 
 
 def _where(run: Run) -> str:

@@ -6,6 +6,7 @@ Invariant: a number is a number that can be added up, a text is a text; whatever
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,6 +43,7 @@ class Round:
     members: tuple[int, ...]
     tokens: int | None = None
     loss: float | None = None  # mean over the members
+    not_finite: bool = False  # a loss, or what was averaged, was NaN or infinite
     numbers: Mapping[str, float] = field(default_factory=dict)  # drift, coherence, rho, momentum, outer_lr
     phase: str = ""
     assessment: str = ""
@@ -129,6 +131,7 @@ def _round(item: Any, before: Mapping[int, Round]) -> Round | None:
         members=members,
         tokens=whole(item, "tokens"),
         loss=sum(losses) / len(losses) if losses else number(item, "loss"),
+        not_finite=_not_finite(item),
         numbers={name: value for name in _FLEET if (value := number(item, name)) is not None},
         # Of a round that nobody went on from the policy wasn't asked: the record repeats what it said before.
         **{name: text_of(item.get(name)) if item.get("observation", ...) is not None else "" for name in _WORDS},
@@ -136,6 +139,15 @@ def _round(item: Any, before: Mapping[int, Round]) -> Round | None:
         absent={replica: text_of(why) for replica, why in _by_replica(item.get("absent")).items()},
         outliers={replica: text_of(why) for replica, why in _by_replica(item.get("outliers")).items()},
         replicas=replicas,
+    )
+
+
+def _not_finite(item: Mapping[str, Any]) -> bool:
+    told = [item, *(one for one in _by_replica(item.get("replicas")).values() if isinstance(one, Mapping))]
+    losses = [one.get("loss") for one in told]
+    reasons = _by_replica(item.get("absent")).values()
+    return any(isinstance(loss, float) and not math.isfinite(loss) for loss in losses) or any(
+        "not finite" in text_of(why) for why in reasons
     )
 
 

@@ -134,7 +134,8 @@ def _stretches(losses: Iterable[Any]) -> tuple[Round, ...]:
             continue
         step, loss = whole({"step": pair[0]}, "step"), number({"loss": pair[1]}, "loss")
         if step is not None and step > before:
-            found.append(Round(round=len(found), steps=step - before, position=step, horizon=1, members=(), loss=loss))
+            one = Round(round=len(found), steps=step - before, position=step, horizon=1, members=(), loss=loss)
+            found.append(replace(one, not_finite=loss is None))
             before = step
     return tuple(found)
 

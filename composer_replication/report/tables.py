@@ -5,14 +5,25 @@ Invariant: cells are text, never markup; the page puts them in as text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from composer_replication.cli.text import byte_count, duration
+from composer_replication.report.apart import size_columns
 from composer_replication.report.facts import percent, spread
 from composer_replication.report.groups import Group, baseline_of, differing_settings, flat
-from composer_replication.report.measures import bytes_of, fixed_rounds, last_loss, late, times_of, validation
+from composer_replication.report.measures import (
+    bytes_of,
+    diverged,
+    fixed_rounds,
+    last_loss,
+    late,
+    since,
+    times_of,
+    validation,
+)
+from composer_replication.report.rounds import number, object_of
 from composer_replication.report.runs import Run
 from composer_replication.report.series import AXES
 
@@ -21,36 +32,81 @@ __all__ = ["comparison", "rounds_table", "settings_table"]
 Table = dict[str, Any]
 _MOST_ROWS = 500
 _NO = "–"
+_ABOUT_ROUNDS = "Of fixed: rounds, as a share of those that a fixed interval takes for the same steps."
+_ABOUT_DDP = "Data parallel: a round is a step; sent: one {} gradient of each replica in each step, which is the least."
+_ABOUT_TIME = (
+    "Wall-clock: from the first step to the last round's end, that is the longest replica's training, waiting and "
+    "exchange of each round, added up; starting and the validation at the end are not in it. Training: the share of "
+    "the replicas' time in which they trained."
+)
 
 
 def comparison(groups: Sequence[Group]) -> Table:
     """A line for each group."""
-    columns = ["", "seeds", "rounds", "of fixed", "sent", "training loss", "validation loss", "time", "training"]
-    rows: list[list[str]] = []
-    for group in groups:
-        runs = [run for run in group.runs if run.rounds]
-        horizon = (baseline_of(groups, group) or group).first.base_horizon
-        fixed = [one for run in runs if (one := fixed_rounds(run, horizon)) is not None]
-        sent = [found.sent for run in runs if (found := bytes_of(run)) is not None]
-        trained = [loss for run in runs if (loss := last_loss(run)) is not None]
-        validated = [loss for run in runs if (loss := validation(run)) is not None]
-        times = [found for run in runs if (found := times_of(run)) is not None]
-        ends = [along[-1] for run in runs if (along := AXES[2].of(run))]
-        taken = [float(run.exchanges) for run in runs]
-        rows.append(
-            [
-                group.label,
-                ", ".join(_NO if seed is None else str(seed) for seed in group.seeds),
-                spread(taken, "{:,.0f}") if taken else _NO,
-                percent(sum(taken) / sum(fixed)) if fixed and len(fixed) == len(runs) else _NO,
-                byte_count(fmean(sent)) if sent else _NO,
-                spread(trained) if trained else _NO,
-                spread(validated) if validated else _NO,
-                duration(fmean(ends)) if ends else _NO,
-                percent(fmean(one.train / one.whole for one in times)) if times else _NO,
-            ]
-        )
-    return {"columns": columns, "rows": rows, "colours": [group.colour for group in groups]}
+    columns: list[tuple[str, list[str]]] = [
+        ("", [group.label for group in groups]),
+        ("seeds", [", ".join(_NO if seed is None else str(seed) for seed in group.seeds) for group in groups]),
+        *size_columns(groups),
+        ("rounds", [_over(group, lambda run: float(run.exchanges), "{:,.0f}") for group in groups]),
+        ("of fixed", [_of_fixed(group, groups) for group in groups]),
+        ("sent", [_sent(group) for group in groups]),
+        ("training loss", [_trained(group) for group in groups]),
+        ("validation loss", [_over(group, validation) for group in groups]),
+        ("wall-clock", [_wall_clock(group) for group in groups]),
+        ("training", [_training(group) for group in groups]),
+    ]
+    rows = [list(cells) for cells in zip(*(cells for _, cells in columns), strict=True)]
+    notes = [_ABOUT_ROUNDS]
+    notes += [_ABOUT_DDP.format(group.first.codec) for group in groups if group.first.policy == "ddp"][:1]
+    if any(times_of(run) for group in groups for run in group.runs):
+        notes.append(_ABOUT_TIME)
+    return {
+        "columns": [name for name, _ in columns],
+        "rows": rows,
+        "colours": [group.colour for group in groups],
+        "note": " ".join(notes),
+    }
+
+
+def _over(group: Group, measure: Callable[[Run], float | None], form: str = "{:.4f}") -> str:
+    known = [value for run in group.runs if run.rounds and (value := measure(run)) is not None]
+    return spread(known, form) if known else _NO
+
+
+def _of_fixed(group: Group, groups: Sequence[Group]) -> str:
+    runs = [run for run in group.runs if run.rounds]
+    horizon = (baseline_of(groups, group) or group).first.base_horizon
+    fixed = [one for run in runs if (one := fixed_rounds(run, horizon)) is not None]
+    return percent(sum(run.exchanges for run in runs) / sum(fixed)) if fixed and len(fixed) == len(runs) else _NO
+
+
+def _sent(group: Group) -> str:
+    sent = [found.sent for run in group.runs if (found := bytes_of(run)) is not None]
+    return byte_count(fmean(sent)) if sent else _NO
+
+
+def _trained(group: Group) -> str:
+    lost = [one for run in group.runs if (one := diverged(run)) is not None]
+    if not lost:
+        return _over(group, last_loss)
+    words = f"not finite from {since(min(lost, key=lambda one: one.position))} on"
+    return words if len(group.runs) == 1 else f"{words} (in {len(lost)} of {len(group.runs)})"
+
+
+def _wall_clock(group: Group) -> str:
+    ends = [seconds for run in group.runs if (seconds := _seconds(run)) is not None]
+    return duration(fmean(ends)) if ends else _NO
+
+
+def _seconds(run: Run) -> float | None:
+    """As the rounds tell, or as `simulate` worked it out."""
+    along = AXES[2].of(run)
+    return along[-1] if along else number(object_of(run.raw.get("time")), "seconds")
+
+
+def _training(group: Group) -> str:
+    times = [found for run in group.runs if (found := times_of(run)) is not None]
+    return percent(fmean(one.train / one.whole for one in times)) if times else _NO
 
 
 def settings_table(groups: Sequence[Group]) -> list[Table]:

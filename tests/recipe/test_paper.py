@@ -101,7 +101,7 @@ def test_hours_on_a_given_link(capsys: Any) -> None:
         "49 rounds if every interval goes well; a fixed interval of 100 takes 65 (75 %)",
         "100×7, 110×5, 120×5, 130×5, 150×26, 90×1",
         "(8.03G parameters, int8)",
-        "hours of exchanging",
+        " 2 h 07 min of exchanging",
         "with training",
     ):
         assert words in text

@@ -219,7 +219,7 @@
     const now = values.live && values.live.now;
     slots.now.replaceChildren(...(now ? [make("h2", {}, "Now"), table({ title: "replicas now", ...now })] : []));
     slots.compare.replaceChildren(...(values.comparison
-      ? [make("h2", {}, "The runs compared"), table({ title: "comparison", ...values.comparison })] : []));
+      ? [make("h2", {}, "The runs compared"), table({ title: "comparison", ...values.comparison }), make("p", { class: "note" }, values.comparison.note)] : []));
     slots.charts.previousElementSibling.hidden = !values.charts.length;
     fill(slots.charts, "all", values.charts, "all");
     detail();
