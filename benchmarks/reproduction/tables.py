@@ -6,9 +6,11 @@ written by hand.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from benchmarks.quickstart_seeds import table as quickstart_table
 from benchmarks.reproduction.alarms import FLOORS, alarms, noise, statistics_of
 from benchmarks.reproduction.measures import Run, Spread, last_loss, losses_between, rounds, sent, spread
 from benchmarks.reproduction.run import jobs, read
@@ -17,6 +19,7 @@ from benchmarks.reproduction.study import GROUPS, ROOT
 __all__ = ["PAGE", "blocks", "kept", "write_results"]
 
 PAGE = ROOT / "docs" / "results.md"
+QUICKSTART = ROOT / "docs" / "results" / "quickstart.json"
 _PAPER = {"diloco-0.7": 2.8251, "intervals": 2.8310, "momentum": 2.8484, "autoloco": 2.8116}  # paper, table 7
 _NONE = "(none of these runs is kept yet)"
 Runs = Mapping[str, Mapping[int, Run]]  # variant -> seed -> run
@@ -46,6 +49,7 @@ def blocks() -> dict[str, str]:
         "codecs": _beside("codecs", _some(main, "autoloco", "diloco")),
         "sensitivity": _beside("sensitivity", _some(main, "autoloco")),
         "cost": _cost(),
+        "quickstart": quickstart_table(json.loads(QUICKSTART.read_text(encoding="utf-8"))),
     }
 
 
