@@ -18,7 +18,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from composer_replication.cli.simulate_machines import read_machines
-from composer_replication.cli.simulate_time import check_machines, tell_time, time_only, time_values
+from composer_replication.cli.simulate_time import ABORTED, check_machines, tell_time, time_only, time_values
 from composer_replication.cli.text import byte_count, duration
 from composer_replication.diloco.round_record import RECORD_VERSION, record_of
 from composer_replication.diloco.summary import RoundSummary
@@ -59,14 +59,18 @@ def simulate_command(args: argparse.Namespace) -> int:
             print(f"seed {seed}: in {args.output} already")
         runs.append(found)
     times = [_times(timed, run, machines) for run in runs]
+    code = ABORTED if any(one["aborted"] for one in times if one is not None) else 0
     if args.json:
         for run, time_of in zip(runs, times, strict=True):
             print(json.dumps(run if time_of is None else {**run, "time": time_of}))
-        return 0
+        return code
     _tell(recipe, runs)
     if times[0] is not None:
-        tell_time(timed, times[0])
-    return 0
+        tell_time(times[0])
+    for seed, one in zip(seeds[1:], times[1:], strict=True):  # the table is the first one's
+        if one is not None and one["aborted"]:
+            print(f"seed {seed}: {one['aborted']}")
+    return code
 
 
 def _times(recipe: Recipe, run: Mapping[str, Any], machines: Machines | None) -> dict[str, Any] | None:

@@ -23,7 +23,9 @@ from composer_replication.simulation.lockstep import lockstep
 from composer_replication.simulation.machines import Machines
 from composer_replication.simulation.timing import Rules, Timeline, timeline
 
-__all__ = ["check_machines", "tell_time", "time_only", "time_values"]
+__all__ = ["ABORTED", "check_machines", "tell_time", "time_only", "time_values"]
+
+ABORTED = 1  # exit code: on these machines the run ends before its last round
 
 _PARTS = ("train", "lost", "exchange", "wait", "down")
 _TWO_BYTES = ("bf16-true", "16-true", "transformer-engine", "transformer-engine-float16")
@@ -48,7 +50,7 @@ def time_only(recipe: Recipe, args: argparse.Namespace) -> int:
     values = time_values(recipe, intervals, elements, machines)
     if args.json:
         print(json.dumps({"name": recipe.name, "parameters": elements, "intervals": list(intervals), "time": values}))
-        return 0
+        return ABORTED if values["aborted"] else 0
     print(
         f"{recipe.name}: {recipe.fleet.replicas} replicas, {recipe.training.steps} steps each, {amount(elements)} "
         f"parameters, policy {recipe.autoloco.policy}, {recipe.codec}; "
@@ -60,9 +62,9 @@ def time_only(recipe: Recipe, args: argparse.Namespace) -> int:
             f"taken for the learning rate: the recipe's scheduler, {section.name} after {section.warmup_steps} steps "
             "of warm-up (your own may give other intervals)"
         )
-    for line in _lines(recipe, values):
+    for line in _lines(values):
         print(line)
-    return 0
+    return ABORTED if values["aborted"] else 0
 
 
 def _elements(recipe: Recipe, parameters: str | None) -> int:
@@ -97,6 +99,7 @@ def time_values(recipe: Recipe, intervals: Sequence[int], elements: int, machine
         "seconds": run.seconds,
         "rounds": len(run.rounds),
         "aborted": run.aborted,
+        "remedy": run.remedy,
         "short_rounds": run.short_rounds,
         "intervals_lost": sum(run.lost),
         "replicas": [
@@ -124,22 +127,20 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def tell_time(recipe: Recipe, values: Mapping[str, Any]) -> None:
+def tell_time(values: Mapping[str, Any]) -> None:
     print()
-    for line in _lines(recipe, values):
+    for line in _lines(values):
         print(line)
 
 
-def _lines(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[str]:
+def _lines(values: Mapping[str, Any]) -> Iterator[str]:
     whole, replicas = values["seconds"], values["replicas"]
     share = sum(one["exchange_seconds"] for one in replicas) / len(replicas) / whole if whole else 0.0
     yield f"on these machines {duration(whole)}, of which {share:.1%} exchanging ({values['rounds']} rounds)"
     if values["aborted"]:
         yield f"and then the run ends: {values['aborted']}."
-        strict = recipe.fleet.failure_policy == "strict"
-        yield "A longer fleet.timeout_seconds waits for it" + (
-            "; fleet.failure_policy=skip goes on without it" if strict else ", and a smaller fleet.min_replicas needn't"
-        )
+        if values["remedy"]:
+            yield f"What would help: {values['remedy']}."
     heads = "".join(f"  {head:>12}" for head in ("trains", "in vain", "exchanges", "waits", "gone"))
     yield f"{'replica':>8}{heads}  {'utilisation':>11}  absent"
     for replica, one in enumerate(replicas):

@@ -200,4 +200,6 @@ def _at_random(chance: random.Random, per_hour: float, seconds: float, replica: 
     now = 0.0
     while True:
         now += chance.expovariate(per_hour / 3600.0)
+        if math.isinf(now):  # so seldom that it isn't a number
+            return
         yield Outage(replica=replica, at=now, seconds=seconds, warned=warned)

@@ -144,7 +144,7 @@ def decide(
             else:
                 given_up = min(given_up, own + timeout)
     at = min(closes, given_up)
-    missing = tuple(replica for replica in expected if ready[replica] > at)
+    missing = tuple(replica for replica in expected if ready[replica] > at or math.isinf(ready[replica]))
     if closes > given_up or not math.isfinite(closes):
         return Decision(at=at, members=(), missing=missing)
     return Decision(at=at, members=tuple(r for r in sorted(ready) if ready[r] <= at), missing=missing)

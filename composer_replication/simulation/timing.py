@@ -41,13 +41,14 @@ class RoundTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """A whole run. `aborted` says why it ended before its last round, if it did."""
+    """A whole run. `aborted` says why it ended before its last round, if it did, and `remedy` what would help."""
 
     rounds: tuple[RoundTime, ...]
     totals: tuple[Parts, ...]  # by replica
     lost: tuple[int, ...]  # intervals that each replica trained in vain, or had to begin again
     seconds: float
     aborted: str = ""
+    remedy: str = ""
 
     @property
     def utilisation(self) -> tuple[float, ...]:
@@ -84,7 +85,7 @@ def timeline(
     clocks = [ReplicaClock(replica, machines, rules, policy, exchange) for replica in range(replicas)]
     expected, misses = policy.fleet, dict[int, int]()
     rounds: list[RoundTime] = []
-    aborted = ""
+    aborted = remedy = ""
     for number, steps in enumerate(intervals):
         for clock in clocks:
             clock.begin(steps)
@@ -92,7 +93,8 @@ def timeline(
         limits = {clock.replica: clock.limits(expected) for clock in clocks}
         decision = decide(policy, number, expected, ready, limits)
         if not decision.members:
-            aborted = _why(number, decision, rules)
+            gone = [replica for replica in decision.missing if math.isinf(ready[replica])]
+            aborted, remedy = _why(number, decision, gone, rules), _remedy(number, gone, rules)
             for clock in clocks:
                 clock.give_up(decision.at)
             break
@@ -126,6 +128,7 @@ def timeline(
         lost=tuple(clock.intervals_lost for clock in clocks),
         seconds=whole,
         aborted=aborted,
+        remedy=remedy,
     )
 
 
@@ -141,10 +144,25 @@ def _takeover(
     return held_up
 
 
-def _why(number: int, decision: Decision, rules: Rules) -> str:
+def _why(number: int, decision: Decision, gone: Sequence[int], rules: Rules) -> str:
+    if math.isinf(decision.at):
+        return f"round {number} never closes: all replicas are gone for good"
     who = ", ".join(map(str, decision.missing))
     these = f"replica {who}" if len(decision.missing) == 1 else f"replicas {who}"
     seconds = rules.timeout_seconds if number else rules.start_seconds
-    return f"round {number} is given up: {these} missed for more than {seconds:g} s, and " + (
-        "strict needs everybody" if rules.failure_policy == "strict" or not number else "too few were there"
-    )
+    missed = f"{these} missed for more than {seconds:g} s" + (" (gone for good)" if gone else "")
+    if not number:
+        why = "the first round needs everybody"
+    else:
+        why = "strict needs everybody" if rules.failure_policy == "strict" else "too few were there"
+    return f"round {number} is given up: {missed}, and {why}"
+
+
+def _remedy(number: int, gone: Sequence[int], rules: Rules) -> str:
+    """In the names of a recipe's settings; "" if none would help."""
+    setting = "fleet.timeout_seconds" if number else "fleet.start_timeout_seconds"
+    found = [] if gone else [f"a longer {setting} waits"]
+    if number:
+        strict = rules.failure_policy == "strict"
+        found.append("fleet.failure_policy=skip goes on without" if strict else "a smaller fleet.min_replicas goes on")
+    return "; ".join(found)

@@ -40,6 +40,14 @@ def test_runs_are_kept_and_not_trained_again(tmp_path: Path, capsys: pytest.Capt
     assert rows[0][7:9] == ["6.0", "s"] and rows[1][7:9] == ["0.0", "s"]  # what they wait
 
 
+def test_each_seed_s_run_that_ends_early_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", RECIPE, *SMALL, "training.steps=4", "--seeds", "1", "2", "--step-seconds", "1"]
+    assert main([*command, "--fail", "1@2+1h"]) == 1
+    out = capsys.readouterr().out
+    assert "and then the run ends: round 0 is given up: replica 1 missed for more than 900 s, and the first" in out
+    assert "seed 2: round 0 is given up: replica 1 missed" in out
+
+
 def test_another_recipe_is_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "runs.jsonl"
     for codec in ("int8", "float32"):
@@ -56,9 +64,9 @@ def test_another_recipe_is_another_run(tmp_path: Path, capsys: pytest.CaptureFix
         (["--slower", "1=2"], "--slower needs --step-seconds"),
         (["--step-seconds", "1", "--slower", "one"], "write it like 3=1.5"),
         (["--step-seconds", "1", "--slower", "2=2"], "there is no replica 2 in a fleet of 2"),
-        (["--step-seconds", "0"], "step_seconds must be more than 0"),
+        (["--step-seconds", "0"], "--step-seconds 0: it must be from 1e-06"),
         (["training.precision=bf16-mixed"], "simulate trains in 32-true"),
-        (["--step-seconds", "1", "--latency", "-1"], "--latency must be 0 or more"),
+        (["--step-seconds", "1", "--latency", "-1"], "--latency -1: it must be from 0"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
