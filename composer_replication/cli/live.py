@@ -30,6 +30,7 @@ class Row:
     tokens_per_second: float | None = None
     wait_seconds: float | None = None
     note: str = ""
+    alive: bool = False  # its heartbeat is as recent as it promised
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from composer_replication.cli.recorded import run_record
 from composer_replication.cli.status import open_place, place_of
-from composer_replication.cli.view import RunReader
+from composer_replication.cli.view import RunReader, shows_life
 from composer_replication.errors import RecipeError, ReplicationError, StoreError
 from composer_replication.recipe import load_recipe
 from composer_replication.report import Run, page, payload, read_file, run_from_json, run_to_json
@@ -94,7 +94,14 @@ def run_of(reader: RunReader, source: str, *, live: bool = False) -> Run:
     values = {**run_record(reader, name=name, source=source), "seed": _seed(reader)}
     if folder is not None:
         values |= _of_folder(folder, said)
-    return run_from_json(values, source=source, notices=said, live=live)
+    running = None if live or reader.ended else _shows_life(reader)
+    return run_from_json(values, source=source, notices=said, live=live, running=running)
+
+
+def _shows_life(reader: RunReader) -> bool | None:
+    with suppress(ReplicationError):  # a damaged heartbeat hides nothing else
+        return shows_life(reader.view("").rows)
+    return None
 
 
 def _seed(reader: RunReader) -> int | None:

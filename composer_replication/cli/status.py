@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from composer_replication.cli.job_table import job_lines, job_rows
-from composer_replication.cli.live import Screen, lines
-from composer_replication.cli.view import RunReader
+from composer_replication.cli.live import Row, Screen, lines
+from composer_replication.cli.view import RunReader, shows_life
 from composer_replication.collective.object_store.place import open_run
 from composer_replication.collective.object_store.wire import for_people
 from composer_replication.errors import RecipeError, StoreError
@@ -54,7 +55,8 @@ def status(
     told = ""
     with Screen(plain=as_json or not watch) as screen:
         while True:
-            view = reader.view(_title(reader))
+            view = reader.view("")
+            view = replace(view, title=_title(reader, view.rows))
             if as_json:
                 print(for_people({**_plain(reader), "jobs": jobs}).decode("ascii"), flush=True)
             elif watch:
@@ -111,10 +113,12 @@ def _came_last(reader: RunReader) -> list[str]:
     return [f"kept the others waiting in the last {_LATELY} rounds: {', '.join(parts)}"] if parts else []
 
 
-def _title(reader: RunReader) -> str:
+def _title(reader: RunReader, rows: Sequence[Row]) -> str:
     if reader.fleet is None:
         return f"{reader.store.uri}: no run yet"
     what = "ended" if reader.ended else reader.trouble or "open"
+    if not reader.ended and shows_life(rows) is False:
+        what += "; not ended, and no replica shows life"
     return f"{reader.store.uri}: {len(reader.rounds)} rounds closed, {what}"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,9 @@ from composer_replication.collective.object_store.wire import load
 from composer_replication.errors import ObjectCorrupt, ObjectMissing, StoreError
 from composer_replication.store import ObjectStore
 
-__all__ = ["ClosedRound", "RunReader", "Straggler"]
+__all__ = ["ClosedRound", "RunReader", "Straggler", "shows_life"]
 
+_UNDER_WAY = ("training", "waiting", "following", "joining")
 _MAX_BYTES = 64 * 1024 * 1024  # fleet.json names every tensor of the model
 
 
@@ -59,6 +60,12 @@ def _closed_round(roster: Roster, before: int) -> ClosedRound:
         absent=dict(roster.absent),
         metrics={report.replica: dict(report.metrics) for report in roster.members},
     )
+
+
+def shows_life(rows: Iterable[Row]) -> bool | None:
+    """Does any replica? None while none has ever been seen."""
+    seen = [row for row in rows if row.state != "not seen"]
+    return any(row.alive for row in seen) if seen else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +195,15 @@ class RunReader:
         trains = (last is not None and replica in last.members) or bool(status.get("step"))
         state = str(status.get("state") or ("training" if trains else "joining" if beat else "not seen"))
         note = str(status.get("error") or "")
+        alive = False
         if beat.get("state") == "fenced":
             state = "fenced"
+        elif beat.get("state") == "closed" and state in _UNDER_WAY:
+            state = "stopped"
         elif beat.get("state") == "running":
             silent = time.time() - float(beat.get("time") or 0.0)
-            if silent > 15.0 + 3.0 * float(beat.get("heartbeat_seconds") or 5.0):
+            alive = silent <= 15.0 + 3.0 * float(beat.get("heartbeat_seconds") or 5.0)
+            if not alive:
                 note = f"silent for {silent:.0f} s"
         round, step = status.get("round"), status.get("step")
         if last is not None and (round is None or round <= last.round):  # the heartbeat is behind
@@ -207,6 +218,7 @@ class RunReader:
             tokens_per_second=metrics.get("tokens_per_second", status.get("tokens_per_second")),
             wait_seconds=status.get("wait_seconds"),
             note=note,
+            alive=alive,
         )
 
     def _json(self, key: str) -> Mapping[str, Any] | None:

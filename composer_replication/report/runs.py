@@ -77,10 +77,17 @@ def run_to_json(run: Run) -> dict[str, Any]:
 
 
 def run_from_json(
-    values: Mapping[str, Any], *, source: str, notices: Iterable[str] = (), default: str = "", live: bool = False
+    values: Mapping[str, Any],
+    *,
+    source: str,
+    notices: Iterable[str] = (),
+    default: str = "",
+    live: bool = False,
+    running: bool | None = None,
 ) -> Run:
     """The run that a JSON object describes. `default` names one that has no name; of a `live` one it isn't said that it
-    hasn't ended."""
+    hasn't ended. `running`: whether its replicas show life; None if that isn't known, as from a file.
+    """
     said = list(notices)
     version = values.get("version")
     if version != RECORD_VERSION:
@@ -110,18 +117,20 @@ def run_from_json(
         ended=values["ended"] if isinstance(values.get("ended"), bool) else None,
         raw=values,
     )
-    return _with_state(run, said, live)
+    return _with_state(run, said, live, running)
 
 
-def _with_state(run: Run, said: list[str], live: bool) -> Run:
+def _with_state(run: Run, said: list[str], live: bool, running: bool | None) -> Run:
     ended = run.ended
     if ended is None and (run.result or (run.steps and run.position >= run.steps)):
         ended = True
     if not run.rounds:
         said.append("no round is closed yet" if ended is False else "it holds no round")
-    elif run.steps and run.position < run.steps and not live:
-        state = " (it still runs, or was interrupted)" if ended is False else ""
-        said.append(f"it isn't finished{state}: {run.position} of {run.steps} steps")
+    elif not live and (ended is False or (run.steps and run.position < run.steps)):
+        state = {True: "it still runs", False: "it has not ended, and no replica shows life: interrupted"}.get(
+            running, "it had not ended when this was recorded" if ended is False else "it isn't finished"
+        )
+        said.append(f"{state}: {run.position}{f' of {run.steps}' if run.steps else ''} steps")
     return replace(run, ended=ended, notices=tuple(said), memo={})
 
 

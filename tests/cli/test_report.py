@@ -72,17 +72,39 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     fleet = SteppedFleet(place)
     reader = RunReader(open_store(place))
     look = live_look(reader, place)
-    assert look()["notices"] == ["store: no round is closed yet"] and look()["live"]["words"] == "round 0 is open"
+    assert look()["notices"] == ["store: no round is closed yet"]
+    assert look()["live"]["words"] == "running: round 0 is open"
     for count in (1, 2):
         fleet.round()
         values = look()
-        assert values["live"]["words"] == f"round {count} is open" and values["notices"] == []
+        assert values["live"]["words"] == f"running: round {count} is open" and values["notices"] == []
         assert len(values["runs"][0]["rounds"]["rows"]) == count
     assert [row[0] for row in values["live"]["now"]["rows"]] == ["0", "1"]
-    assert run_of(reader, place).notices == ("it isn't finished (it still runs, or was interrupted): 8 of 60 steps",)
+    assert run_of(reader, place).notices == ("it still runs: 8 of 60 steps",)
     fleet.finish()
-    assert look()["live"] == {"words": f"round {len(reader.rounds)} is open", "ended": True, "now": None}
+    assert look()["live"] == {"state": "ended", "words": "the run has ended", "now": None}
     fleet.close()
+
+
+def test_a_run_whose_replicas_are_gone_is_not_called_running(tmp_path: Path, capsys) -> None:
+    place = str(tmp_path / "store")
+    fleet = SteppedFleet(place, heartbeat_seconds=0.5)
+    fleet.round()
+    reader = RunReader(open_store(place))
+    look = live_look(reader, place)
+    assert look()["live"]["state"] == "running"
+    fleet.close()
+    live = look()["live"]
+    assert (live["state"], live["words"]) == ("silent", "not ended, and no replica shows life: round 1 is open")
+    assert {row[-1] for row in live["now"]["rows"]} == {"stopped"}
+    said = "it has not ended, and no replica shows life: interrupted: 4 of 60 steps"
+    assert run_of(reader, place).notices == (said,)
+    assert main(["status", place]) == 0 and "not ended, and no replica shows life" in capsys.readouterr().out
+    for path in (tmp_path / "store" / "members").iterdir():  # killed: the last beat is of long ago
+        beat = json.loads(path.read_text())
+        path.write_text(json.dumps({**beat, "state": "running", "time": beat["time"] - 60}))
+    live = look()["live"]
+    assert live["state"] == "silent" and "silent for" in live["now"]["rows"][0][-1]
 
 
 def test_the_live_page_of_a_store_that_is_not_there_yet(tmp_path: Path) -> None:
@@ -192,8 +214,10 @@ def test_ctrl_c_ends_the_live_page(tmp_path: Path, heeded_interrupts: None) -> N
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[0]
+        told = process.stdout.readline()
+        assert told.startswith("the run has ended; its page stays here until Ctrl-C (composer-replication report ")
         with urllib.request.urlopen(f"{url}values.json", timeout=60) as answer:
-            assert json.loads(answer.read())["live"]["ended"] is True
+            assert json.loads(answer.read())["live"]["state"] == "ended"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "")

@@ -181,14 +181,14 @@ def test_a_run_that_goes_on_is_followed(browser: Any, tmp_path: Path) -> None:
             page.on("request", lambda r: None if r.url.startswith((server.url, "data:")) else troubles.append(r.url))
             page.goto(server.url)
             page.wait_for_function(DRAWN)
-            assert page.locator("#live").inner_text() == "live: round 3 is open"
+            assert page.locator("#live").inner_text() == "running: round 3 is open"
             assert page.locator("table").first.inner_text().startswith("replica")
             loss = "document.getElementById('all-loss').querySelector('.plot')"
             assert page.evaluate(f"() => {loss}.data.at(-1).x") == [4, 8, 12]
             page.evaluate(f"() => Plotly.relayout({loss}, {{'xaxis.range': [2, 9]}})")
             fleet.round()
             page.wait_for_function(f"() => {loss}.data.at(-1).x.length === 4")
-            assert page.locator("#live").inner_text() == "live: round 4 is open"
+            assert page.locator("#live").inner_text() == "running: round 4 is open"
             assert page.evaluate(f"() => {loss}.layout.xaxis.range") == [2, 9], "a reader's zoom is kept"
             fleet.finish()
             page.wait_for_function("() => document.getElementById('live').textContent === 'the run has ended'")

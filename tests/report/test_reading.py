@@ -103,7 +103,10 @@ def test_a_run_that_is_not_finished() -> None:
     (cut,) = [run_from_json(values, source="s")]
     assert cut.notices == ("it isn't finished: 58 of 100 steps",)
     (running,) = [run_from_json({**values, "ended": False}, source="s")]
-    assert running.notices == ("it isn't finished (it still runs, or was interrupted): 58 of 100 steps",)
+    assert running.notices == ("it had not ended when this was recorded: 58 of 100 steps",)
+    for known, words in ((True, "it still runs"), (False, "it has not ended, and no replica shows life: interrupted")):
+        one = run_from_json({**values, "ended": False}, source="s", running=known)
+        assert one.notices == (f"{words}: 58 of 100 steps",)
     assert run_from_json({**values, "ended": False}, source="s", live=True).notices == ()
 
 

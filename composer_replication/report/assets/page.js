@@ -252,10 +252,10 @@
   function liveLine() {
     if (settings.poll_seconds === null) return null;
     const silent = Math.round((Date.now() - heard) / 1000);
-    const over = values.live && values.live.ended;
-    const words = lost ? `no news for ${silent} s: is "status --web" still running?`
-      : over ? "the run has ended" : `live: ${values.live ? values.live.words : ""}`;
-    return make("div", { class: `live${lost ? " lost" : over ? " over" : ""}`, id: "live", role: "status" }, make("span", { class: "dot" }), words);
+    const live = values.live || { state: "waiting", words: "" };
+    const look = lost || ["silent", "lost"].includes(live.state) ? " lost" : live.state === "running" ? "" : " over";
+    const words = lost ? `no news for ${silent} s: is "status --web" still running?` : live.words;
+    return make("div", { class: `live${look}`, id: "live", role: "status" }, make("span", { class: "dot" }), words);
   }
 
   async function poll() {
