@@ -17,6 +17,7 @@ from typing import Any
 from composer_replication.cli.places import (
     RECIPE_FILE,
     absolute,
+    alone_in,
     open_places,
     refuse_used_stores,
     resumed,
@@ -74,6 +75,15 @@ def launch(
     assert recipe.output is not None and recipe.store.uri is not None
     folder = Path(recipe.output)
     store = store if store is not None else open_places(recipe.store)
+    with alone_in(folder):
+        return _launched(recipe, folder, store, code, resume=resume, plain=plain, detach=detach)
+
+
+def _launched(
+    recipe: Recipe, folder: Path, store: ObjectStore, code: bytes | None, *, resume: bool, plain: bool, detach: bool
+) -> int:
+    """Start the replicas, or find those that run, and look after them."""
+    assert recipe.store.uri is not None
     executor = mixed_executor(recipe, folder=folder, code=code)
     words = ""
     if resume:
@@ -87,7 +97,7 @@ def launch(
         else:
             words = prepare_resume(store, folder, recipe.fleet.replicas)
     specs = written_specs(recipe, folder)
-    if remote:
+    if is_remote(recipe):
         Marks(open_store(recipe.store.uri)).send_recipe(Path(folder / SENT_RECIPE_FILE).read_bytes())
     print(f"{recipe.name}: {intention(recipe)}\nrun folder {short(folder)}, store {recipe.store.uri}", flush=True)
     for text in [*places_to_warn_of(recipe), words]:

@@ -5,6 +5,8 @@ Invariant: a place that can't be used is found out here, by name, and nothing of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from composer_replication.recipe import Recipe, with_group
 from composer_replication.recipe.schema import StoreSection
 from composer_replication.store import ObjectStore, open_store
 
-__all__ = ["RECIPE_FILE", "absolute", "open_places", "refuse_used_stores", "resumed", "short"]
+__all__ = ["RECIPE_FILE", "absolute", "alone_in", "open_places", "refuse_used_stores", "resumed", "short"]
 
 RECIPE_FILE = "recipe.yaml"
 _HANDLES = f"{PREFIX}handles/"
@@ -89,6 +91,27 @@ def resumed(recipe: Recipe, store: ObjectStore | None) -> Recipe:
         folder.mkdir(parents=True, exist_ok=True)
     uri = recipe.store.uri or (folder / "store").as_uri()
     return with_group(replace(recipe, output=str(folder), store=replace(recipe.store, uri=uri)))
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Raise RecipeError while another launcher looks after the run of this folder. The lock ends with its process."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / ".launcher.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise RecipeError(
+            f"another launcher looks after the run in {short(folder)}: stop it first; to watch that run, "
+            "composer-replication status STORE --watch"
+        ) from None
+    except (OSError, NotImplementedError):  # a file system without locks: claims in the store decide
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def short(path: Path) -> Path:

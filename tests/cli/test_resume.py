@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 
-from composer_replication.cli.places import resumed
+from composer_replication.cli import main
+from composer_replication.cli.places import alone_in, resumed
 from composer_replication.cli.resume import prepare_resume
 from composer_replication.cli.view import RunReader
 from composer_replication.collective.object_store.epochs import read_epochs
 from composer_replication.errors import ObjectCorrupt, RecipeError, ReplicaTaken
-from composer_replication.recipe import recipe_from
+from composer_replication.recipe import recipe_from, to_yaml
 from composer_replication.store import LocalStore, MemoryStore
 from tests.collective.object_store.helpers import join
 from tests.collective.object_store.test_epochs import Fleet, killed, resume
@@ -142,3 +144,24 @@ def test_on_another_machine_the_store_is_all_there_is(tmp_path: Path) -> None:
     assert resumed(recipe, store).output == str(folder) and folder.is_dir()
     with pytest.raises(RecipeError, match=r"no run in .*other; launch the recipe.yaml"):
         resumed(made(output=str(tmp_path / "other")), None)
+
+
+def test_one_launcher_at_a_time_looks_after_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = made(output=str(tmp_path), store__uri=(tmp_path / "store").as_uri())
+    LocalStore(tmp_path / "store").put("fleet.json", b"{}")
+    (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
+    with alone_in(tmp_path):
+        assert main(["launch", str(tmp_path / "recipe.yaml"), "--resume"]) == 2
+        assert "another launcher looks after the run in" in capsys.readouterr().err
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".launcher.lock", "recipe.yaml", "store"]
+    with alone_in(tmp_path):
+        pass  # it has ended, and left nothing that would keep others out
+
+
+def test_a_folder_that_can_t_be_locked_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any) -> None:
+        raise NotImplementedError("no locks here")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    with alone_in(tmp_path), alone_in(tmp_path):
+        pass

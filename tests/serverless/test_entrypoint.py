@@ -126,7 +126,7 @@ def test_an_optimizer_that_is_no_json_object(capsys, optimizer):
     [
         (errors.Fenced("x"), Exit.FENCED),
         (errors.FleetMismatch("x"), Exit.SETTINGS),
-        (errors.ReplicaTaken("x"), Exit.SETTINGS),
+        (errors.ReplicaTaken("x"), Exit.TAKEN),
         (errors.RecipeError("x"), Exit.SETTINGS),
         (errors.RoundAborted("x"), Exit.ABORTED),
         (errors.RoundTimeout("x"), Exit.STORE),

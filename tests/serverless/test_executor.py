@@ -113,7 +113,7 @@ def test_the_budget_of_restarts_is_kept(tmp_path):
     assert len(list((tmp_path / "replica-0").glob("start-*"))) == 3
 
 
-@pytest.mark.parametrize("code", [Exit.ERROR, Exit.SETTINGS, Exit.FENCED, Exit.ABORTED, Exit.DIVERGED])
+@pytest.mark.parametrize("code", [Exit.ERROR, Exit.SETTINGS, Exit.FENCED, Exit.ABORTED, Exit.DIVERGED, Exit.TAKEN])
 def test_a_replica_that_ends_by_its_own_decision_is_not_started_again(tmp_path, code):
     executor = ScriptExecutor(f"sys.exit({int(code)})", output=tmp_path)
     (result,) = executor.collect(executor.launch_replicas(specs(1)), timeout=30)

@@ -21,6 +21,7 @@ class Exit(IntEnum):
     ABORTED = 5  # strict policy: the round was given up because replicas were missing
     DIVERGED = 6  # this replica's state isn't the fleet's
     STORE = 7  # the store failed or can't be reached
+    TAKEN = 8  # a live process holds this replica's id, or trains the run
     PREEMPTED = 75  # asked to stop; a checkpoint is on the disk
 
 
@@ -33,6 +34,7 @@ _WORDS = {
     Exit.ABORTED: "the round was aborted because replicas were missing",
     Exit.DIVERGED: "its state isn't the fleet's",
     Exit.STORE: "the store failed",
+    Exit.TAKEN: "a live process has its place already",
     Exit.PREEMPTED: "it was asked to stop",
 }
 

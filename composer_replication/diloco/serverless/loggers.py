@@ -91,8 +91,8 @@ class LoggedRun:
 
 
 def ensure_experiment(run: LoggedRun) -> None:
-    """Make MLflow's experiment unless it is there. The trainers' loggers look for it and then make it, and replicas that
-    start together would make it twice: a server refuses the second, and the second replica would fail."""
+    """Make MLflow's experiment unless it is there. The trainers' loggers look for it and then make it, and replicas
+    that start together would make it twice: a server refuses the second, and the second replica would fail."""
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 

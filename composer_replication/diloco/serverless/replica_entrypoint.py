@@ -31,6 +31,7 @@ from composer_replication.errors import (
     FleetError,
     Interrupted,
     RecipeError,
+    ReplicaTaken,
     ReplicationError,
     RoundAborted,
     RoundError,
@@ -52,8 +53,8 @@ the environment's DATA_URI: a file or a folder of .txt, .jsonl or .parquet files
 
 exit codes: 0 completed, 1 an exception in the model's or the data's code, 2 wrong arguments, 3 a recipe or settings
 that don't fit, 4 fenced (a newer process has taken this replica over), 5 aborted (replicas were missing), 6 diverged,
-7 the store failed, 75 or 143 asked to stop, checkpoint written. A replica that is started again with the same
-arguments goes on from its newest checkpoint.
+7 the store failed, 8 a live process holds this replica's id, 75 or 143 asked to stop, checkpoint written. A replica
+that is started again with the same arguments goes on from its newest checkpoint.
 """
 
 
@@ -142,6 +143,7 @@ def exit_code(error: BaseException) -> Exit:
     """What the way a replica failed says about starting it again."""
     table: list[tuple[tuple[type[BaseException], ...], Exit]] = [
         ((Fenced,), Exit.FENCED),
+        ((ReplicaTaken,), Exit.TAKEN),
         ((RoundAborted,), Exit.ABORTED),
         ((Diverged,), Exit.DIVERGED),
         ((Interrupted,), Exit.PREEMPTED),
