@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from composer_replication.autoloco.config import AutoLoCoConfig
 from composer_replication.autoloco.policies import make_policy
 from composer_replication.autoloco.schedule import run_lengths, run_schedule, schedule_rates
-from composer_replication.cli.schedule_options import DEFAULT_BANDWIDTH
+from composer_replication.cli.schedule_options import DEFAULT_BANDWIDTH, DEFAULTS, OVERRIDES
 
 __all__ = ["interval_lines", "plot", "schedule"]
 
@@ -49,11 +49,17 @@ def _check_use(args: argparse.Namespace) -> None:
         given = [name for name, value in recipe_only.items() if value not in (None, DEFAULT_BANDWIDTH)]
         if given:
             raise ValueError(f"{given[0]} needs a recipe: how many replicas exchange what?")
+        for name, value in DEFAULTS.items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
         return
-    own = ("steps", "base", "min", "max", "step", "growth_cap", "alpha", "increment")
-    given = [name for name in own if getattr(args, name) is not None]
+    given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name) is not None}
     if given:
-        raise ValueError(f"--{given[0].replace('_', '-')} is the recipe's to say: put key=value over it instead")
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        instead = " ".join(f"{OVERRIDES[name]}={value}" for name, value in given.items())
+        raise ValueError(
+            f"{options}: a recipe says that itself. To put something else over it: schedule {args.recipe} {instead}"
+        )
 
 
 def interval_lines(intervals: Sequence[int]) -> Iterator[str]:

@@ -5,9 +5,27 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-__all__ = ["DEFAULT_BANDWIDTH", "add_schedule"]
+__all__ = ["DEFAULT_BANDWIDTH", "DEFAULTS", "OVERRIDES", "add_schedule"]
 
 DEFAULT_BANDWIDTH = 1000.0  # Mbit/s
+# Of the options that describe a run without a recipe; None where one isn't given, so that it can be told.
+DEFAULTS = {"warmup": 0, "decay": "cosine", "final_fraction": 0.0, "policy": "autoloco", "peak_lr": 1.0}
+# What is put over a recipe instead of each of those options.
+OVERRIDES = {
+    "steps": "training.steps",
+    "base": "autoloco.base_horizon",
+    "warmup": "scheduler.warmup_steps",
+    "decay": "scheduler.name",
+    "final_fraction": "scheduler.final_fraction",
+    "policy": "autoloco.policy",
+    "peak_lr": "optimizer.lr",
+    "alpha": "autoloco.alpha",
+    "increment": "autoloco.increment",
+    "min": "autoloco.min_horizon",
+    "max": "autoloco.max_horizon",
+    "step": "autoloco.horizon_step",
+    "growth_cap": "autoloco.growth_cap",
+}
 
 _EPILOG = """\
 examples:
@@ -38,11 +56,11 @@ def add_schedule(command: Callable[[str, str, str], argparse.ArgumentParser]) ->
     add = without.add_argument
     add("--steps", type=int, help="inner steps of the run")
     add("--base", type=int, help="base horizon: steps of the first intervals")
-    add("--warmup", type=int, default=0, help="steps of learning-rate warm-up (default 0)")
-    add("--decay", default="cosine", choices=("cosine", "linear"), help="learning rate after warm-up (default cosine)")
-    add("--final-fraction", type=float, default=0.0, help="of the peak, at the end (default 0)")
-    add("--policy", default="autoloco", help="autoloco (default), staircase, fixed, qsr or linear")
-    add("--peak-lr", type=float, default=1.0, help="highest learning rate (default 1; matters with --alpha only)")
+    add("--warmup", type=int, help="steps of learning-rate warm-up (default 0)")
+    add("--decay", choices=("cosine", "linear"), help="learning rate after warm-up (default cosine)")
+    add("--final-fraction", type=float, help="of the peak, at the end (default 0)")
+    add("--policy", help="autoloco (default), staircase, fixed, qsr or linear")
+    add("--peak-lr", type=float, help="highest learning rate (default 1; matters with --alpha only)")
     add("--alpha", type=float, help="qsr: its coefficient (default sqrt(base) * peak-lr)")
     add("--increment", type=int, help="linear: growth of the interval (default 10)")
     add("--min", type=int, help="least horizon (default base / 2)")

@@ -54,9 +54,7 @@ def add_simulate(command: Callable[[str, str, str], argparse.ArgumentParser]) ->
     times("--parameters", metavar="N", help="size of the model, for --time-only: 1.3B")
     times("--step-seconds", type=float, metavar="S", help="of one inner step")
     times("--slower", action="append", default=[], metavar="R=F", help="replica R takes F times as long for a step")
-    times(
-        "--jitter", type=float, default=0.0, metavar="PART", help="steps vary by that part of their time (0.1: 10 %%)"
-    )
+    times("--jitter", type=float, default=0.0, metavar="PART", help="steps vary by that part (0.1: 10 %%)")
     times("--bandwidth", type=float, default=1000.0, metavar="MBIT", help="of each link, each way (default 1000)")
     times("--link", action="append", default=[], metavar="R=MBIT", help="replica R's link carries that instead")
     times("--latency", type=float, default=50.0, metavar="MS", help="of a small request to the store (default 50)")
@@ -75,7 +73,7 @@ def add_simulate(command: Callable[[str, str, str], argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="R@T+S",
-        help="from T on, replica R's link carries nothing for S",
+        help="R's link carries nothing from T on, for S",
     )
     times("--failures-per-hour", type=float, default=0.0, metavar="F", help="of each machine, killed at random")
     times("--preemptions-per-hour", type=float, default=0.0, metavar="F", help="the same with a warning")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from composer_replication.cli import main
+from composer_replication.cli.schedule_options import OVERRIDES
 from composer_replication.recipe import load_recipe, outer_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -107,6 +108,20 @@ def test_hours_on_a_given_link(capsys: Any) -> None:
         assert words in text
 
 
+def test_what_a_recipe_says_has_a_setting_to_put_over_it(capsys: Any) -> None:
+    usual = {"base": 500, "warmup": 9, "policy": "autoloco", "decay": "linear", "growth_cap": 1.2, "alpha": 2.0}
+    values = {"steps": 9000, "final_fraction": 0.1, "peak_lr": 0.1, "min": 400, "max": 900, "step": 50, "increment": 5}
+    both = {**usual, **values}
+    assert both.keys() == OVERRIDES.keys()
+    words = [f"{OVERRIDES[name]}={value}" for name, value in both.items() if name not in ("alpha", "increment")]
+    found = json.loads(shown(capsys, "schedule", path("c4-215m/autoloco"), *SIZE, "--json", *words))
+    assert sum(found["horizons"]) == 9000 and found["scheduler"]["final_fraction"] == 0.1
+    for name, policy in (("alpha", "qsr"), ("increment", "linear")):
+        words = [f"autoloco.policy={policy}", f"{OVERRIDES[name]}={both[name]}"]
+        more = json.loads(shown(capsys, "schedule", path(f"c4-215m/{policy}"), *SIZE, "--json", *words))
+        assert more["policy"] == policy
+
+
 @pytest.mark.parametrize("name", ["c4-215m/autoloco", "ultrachat-8b/autoloco-16-int8"])
 def test_a_dry_run_needs_neither_data_nor_model_nor_gpu(
     capsys: Any, name: str, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +170,9 @@ def test_the_ablation_s_variants_differ_in_what_they_are_for() -> None:
     [
         ([], "give a recipe, or --steps and --base"),
         (["--steps", "100", "--base", "10", "--bandwidth", "5"], "--bandwidth needs a recipe"),
-        ([path("c4-215m/qsr"), "--alpha", "2"], "--alpha is the recipe's to say: put key=value over it"),
+        ([path("c4-215m/qsr"), "--alpha", "2"], "--alpha: a recipe says that itself. To put something else over it:"),
+        ([path("c4-215m/qsr"), "--steps", "9", "--warmup", "0"], " training.steps=9 scheduler.warmup_steps=0"),
+        ([path("c4-215m/qsr"), "--decay", "linear"], " scheduler.name=linear"),
         ([path("c4-215m/qsr"), "--bandwidth", "0"], "--bandwidth must be a positive number"),
         ([path("c4-215m/qsr"), "autoloco.polcy=fixed"], "Did you mean 'policy'?"),
         ([path("c4-215m/qsr"), "model.class=my.Model", "model.name=null"], "may have a schedule of its own"),
