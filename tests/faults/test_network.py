@@ -127,7 +127,7 @@ def test_the_store_is_away_for_a_minute(case: Case, tmp_path: Path, through: Thr
             threading.Timer(60.0 / SPEED, lambda: setattr(proxy, "away", False)).start()
 
     began = fast_clock()
-    lives = fast_fleet(tmp_path, stores, case, PATIENT).run({0: leave, 1: leave})  # whoever comes there first: a roster is written by one
+    lives = fast_fleet(tmp_path, stores, case, PATIENT).run({0: leave, 1: leave})  # a roster is written by one of them
     assert [life.text for life in lives] == ["", ""]
     assert fast_clock() - began >= 60.0
     assert len(nothing_lost(stores(QUICK), lives)) == 3
