@@ -12,14 +12,14 @@ from typing import Any
 
 from composer_replication.autoloco.config import AutoLoCoConfig, OuterConfig
 from composer_replication.autoloco.policies import POLICIES, make_policy
-from composer_replication.autoloco.values import Observation, Policy, Preview
+from composer_replication.autoloco.values import Policy
 from composer_replication.cli.view import RunReader
-from composer_replication.collective.base import Report
 from composer_replication.collective.guards import Guards
 from composer_replication.collective.membership import treat
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.wire import MAX_POINTER_BYTES, load
+from composer_replication.diloco.observed import drift_of, observe, steps_of, successor, tokens_of
 from composer_replication.diloco.round_record import RECORD_VERSION, Observed, replay, told_before
 from composer_replication.diloco.told import of_interval
 from composer_replication.errors import ObjectCorrupt, ObjectMissing
@@ -138,20 +138,29 @@ def _one(
         absent |= {report.replica: "the mean is not finite" for report in members}
         members = ()
     treatment = treat(members, guards)
-    drift = treatment.drift
-    if drift is None and members:
-        drift = sum(report.square_norm for report in members) / len(members)
     reports = sorted((*roster.members, *roster.others), key=lambda report: report.replica)
+    steps, following = steps_of(reports), successor(reports)
+    observation = None
+    if not open_still and following is not None and len(following.preview) == len(grid):
+        observation = observe(
+            reports,
+            members,
+            drift=treatment.drift,
+            mean_square_norm=mean,
+            fleet=_size(reader, roster.round),
+            planned=steps,
+            cut=following.remaining == 0,
+            position=position,
+            grid=grid,
+        )
     return Observed(
         round=roster.round,
         position=position,
         members=tuple(report.replica for report in members),
-        observation=None
-        if open_still
-        else _observation(reports, members, drift, mean, position, _size(reader, roster.round), grid),
-        steps=max((report.steps for report in reports), default=0),
-        tokens=_tokens(members),
-        drift=math.nan if drift is None else drift,
+        observation=observation,
+        steps=steps,
+        tokens=tokens_of(members),
+        drift=drift_of(members, treatment.drift),
         mean_square_norm=mean,
         absent=absent,
         outliers=treatment.outliers,
@@ -164,39 +173,6 @@ def _one(
             for report in reports
         },
     )
-
-
-def _observation(
-    reports: Sequence[Report],
-    members: Sequence[Report],
-    drift: float | None,
-    mean: float,
-    position: int,
-    fleet: int,
-    grid: Sequence[int],
-) -> Observation | None:
-    """As the replicas' own loops put it together; None where nobody went on."""
-    staying = [report for report in reports if not report.leaving]
-    if not staying or len(staying[0].preview) != len(grid):
-        return None
-    first, count, longest = staying[0], len(members), max(report.steps for report in reports)
-    return Observation(
-        drift=math.nan if drift is None else drift,
-        mean_square_norm=mean if count else math.nan,
-        roster=count,
-        fleet=fleet,
-        steps=sum(report.steps for report in members),
-        tokens=_tokens(members),
-        mass=sum(report.mass for report in members) / count if count else math.nan,
-        position=position,
-        truncated=first.remaining == 0 or any(report.steps < longest for report in members),
-        preview=Preview(steps=tuple(grid), sums=first.preview, next_lr=first.next_lr, remaining=first.remaining),
-    )
-
-
-def _tokens(members: Sequence[Report]) -> int | None:
-    tokens = [report.tokens for report in members]
-    return None if None in tokens else sum(t for t in tokens if t is not None)
 
 
 def _size(reader: RunReader, round: int) -> int:

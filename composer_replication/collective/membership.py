@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from composer_replication.autoloco.means import mean
 from composer_replication.collective.base import Report
 from composer_replication.collective.guards import ROBUST_LEAST, Guards
 
@@ -171,10 +172,7 @@ def _drift(members: Sequence[Report], scales: Sequence[float] | None, trim: int 
     ]
     if trim:
         squares = sorted(squares)[trim : len(squares) - trim]
-    total = 0.0
-    for square in squares:  # in one order: `sum` of floats adds in another way from Python 3.12 on
-        total += square
-    return total / len(squares)
+    return mean(squares)
 
 
 def _norm(report: Report) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -22,22 +21,24 @@ from torch import Tensor, nn
 
 from composer_replication.autoloco.config import OuterConfig
 from composer_replication.autoloco.outer import outer_coefficients
-from composer_replication.autoloco.values import Observation, Plan, Policy, Preview
+from composer_replication.autoloco.values import Plan, Policy, Preview
 from composer_replication.collective.agreement import differing_settings
 from composer_replication.collective.base import Collective, Contribution, Report, RoundOutcome, Snapshot
 from composer_replication.collective.layout import DEFAULT_CHUNK_ELEMENTS, Layout
+from composer_replication.diloco.chunks import apply_means, chunk_reader, interval_square_norm
 from composer_replication.diloco.held import Held
+from composer_replication.diloco.loop_state import STATE_VERSION, Totals, check_state
+from composer_replication.diloco.observed import observe, steps_of
 from composer_replication.diloco.summary import FinalSummary, RoundSummary, StartSummary
+from composer_replication.diloco.summing_up import sum_up
 from composer_replication.diloco.tensors import SharedTensors
 from composer_replication.diloco.told import TIMES, IntervalClock, told_of
 from composer_replication.errors import Diverged, FleetMismatch, RoundError
 
 __all__ = ["OuterLoop"]
 
-_STATE_VERSION = 1
 _MOST_EMPTY_ROUNDS = 3  # in a row, before the run is given up
 _DEFAULT_OUTER = OuterConfig()
-_log = logging.getLogger("composer_replication")
 
 
 class OuterLoop:
@@ -109,10 +110,7 @@ class OuterLoop:
         self._digest = ""
         self.ended = False
         self.left = False
-        self.intervals_lost = 0
-        self._waited = 0.0
-        self._sent = 0
-        self._received = 0
+        self._totals = Totals()
         self._told: dict[str, float] = {}  # of the last round, for the next report
         self._told_last: dict[str, float] = {}  # of the last one that this replica took part in, for its result
 
@@ -148,6 +146,11 @@ class OuterLoop:
         if self._plan is None:
             raise RuntimeError("the loop has no plan before start()")
         return self._plan
+
+    @property
+    def intervals_lost(self) -> int:
+        """Of this replica: decided without it, or not finite."""
+        return self._totals.intervals_lost
 
     @property
     def digest(self) -> str:
@@ -248,8 +251,7 @@ class OuterLoop:
         leaving = leaving or preview.remaining == 0
         report = self._report(layout, preview, leaving, metrics or {})
         measured = self._clock() - began
-        buffer = torch.empty(max((chunk.elements for chunk in layout.chunks), default=0))
-        contribution = Contribution(self.round, report, layout, lambda index: self._chunk(layout, index, buffer))
+        contribution = Contribution(self.round, report, layout, chunk_reader(self._tensors, layout))
         outcome = self._collective.average(contribution)
         counted = next((r for r in (*outcome.members, *outcome.others) if r.replica == self.replica), None)
         summary = self._apply(outcome, layout, report, own_steps=self.steps, began=began)
@@ -278,10 +280,7 @@ class OuterLoop:
             rounds=self.round,
             position=self.position,
             digest=self._digest,
-            wait_seconds=self._waited,
-            bytes_sent=self._sent,
-            bytes_received=self._received,
-            intervals_lost=self.intervals_lost,
+            **dataclasses.asdict(self._totals),
         )
         result = {**dataclasses.asdict(final), "metrics": dict(metrics or {}), "last": self._shown(self._told_last)}
         self._collective.finish(self._digest, result)
@@ -301,7 +300,7 @@ class OuterLoop:
         """Everything that a resumed replica needs beside the trainer's own state: tensors and primitives only."""
         layout = self._tensors.layout()
         return {
-            "version": _STATE_VERSION,
+            "version": STATE_VERSION,
             "replica": self.replica,
             "settings": self._settings_text(),
             "layout": layout.to_json(),
@@ -317,39 +316,15 @@ class OuterLoop:
                 "seconds": self._interval_clock.seconds,
                 "told": dict(self._told),
             },
-            "totals": {
-                "intervals_lost": self.intervals_lost,
-                "wait_seconds": self._waited,
-                "bytes_sent": self._sent,
-                "bytes_received": self._received,
-            },
+            "totals": dataclasses.asdict(self._totals),
             "left": self.left,
             "ended": self.ended,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict()`; takes effect in `start`. Raises KeyError or FleetMismatch at once if it can't."""
-        self.check_state_dict(state, self.replica)
+        check_state(state, self.replica)
         self._loaded = dict(state)
-
-    @staticmethod
-    def check_state_dict(state: Mapping[str, Any], replica: int) -> None:
-        """Raises what `load_state_dict` of this replica would."""
-        if state["version"] != _STATE_VERSION:
-            raise FleetMismatch(f"outer-loop state of version {state['version']}, this package reads {_STATE_VERSION}")
-        if state["replica"] != replica:
-            raise FleetMismatch(
-                f"a checkpoint of replica {state['replica']} can't resume replica {replica}: give each replica its own"
-            )
-        missing = set(OuterLoop.state_dict_keys()) - set(state)
-        if missing:
-            raise KeyError(f"the outer-loop state lacks {sorted(missing)}")
-
-    @staticmethod
-    def state_dict_keys() -> tuple[str, ...]:
-        """The keys of `state_dict()`: a contract, with a version."""
-        keys = "version replica settings layout anchor momentum shared digest trained interval totals left ended"
-        return tuple(keys.split())
 
     def _settings_text(self) -> str:
         """What the run is trained by, as JSON: a resumed one goes on by the same."""
@@ -371,20 +346,19 @@ class OuterLoop:
         self._digest = self._tensors.digest(state["shared"])
         if self._digest != state["digest"]:
             raise Diverged(f"replica {self.replica}: the checkpoint's outer state doesn't match its own digest")
-        interval, totals = state["interval"], state["totals"]
+        interval = state["interval"]
         self.steps, self._tokens, self._mass = interval["steps"], interval["tokens"], interval["mass"]
         self._interval_clock.end(interval.get("seconds", 0.0))  # older checkpoints have neither
         self._told = dict(interval.get("told", {}))
         self._told_last = {"round": self.round - 1.0, **self._told} if self._told else {}
-        self.intervals_lost, self._waited = totals["intervals_lost"], totals["wait_seconds"]
-        self._sent, self._received = totals["bytes_sent"], totals["bytes_received"]
+        self._totals = Totals(**state["totals"])
         self.left, self.ended = state["left"], state["ended"]
 
     def _state_text(self) -> str:
         """The agreed state that isn't a tensor, as canonical JSON (floats round-trip exactly)."""
         return json.dumps(
             {
-                "version": _STATE_VERSION,
+                "version": STATE_VERSION,
                 "round": self.round,
                 "position": self.position,
                 "empty_rounds": self._empty_rounds,
@@ -420,22 +394,8 @@ class OuterLoop:
 
     # -- one round -----------------------------------------------------------------------------------------------
 
-    def _chunk(self, layout: Layout, index: int, buffer: Tensor) -> Tensor:
-        """Pseudo-gradient of one chunk, in `buffer`."""
-        offset = 0
-        for part in layout.chunks[index].parts:
-            self._tensors.pseudo_gradient_into(layout, part, buffer[offset : offset + part.elements])
-            offset += part.elements
-        return buffer[:offset]
-
     def _report(self, layout: Layout, preview: Preview, leaving: bool, metrics: Mapping[str, float]) -> Report:
-        norm, finite = 0.0, True
-        for chunk in layout.chunks:
-            for part in chunk.parts:
-                square = self._tensors.square_norm(layout, part)
-                finite = finite and math.isfinite(square)
-                if layout.slots[part.slot].kind == "parameter":
-                    norm += square
+        square_norm = interval_square_norm(self._tensors, layout)
         if self._weighting == "tokens":
             if self._tokens is None:
                 raise ValueError(
@@ -452,8 +412,8 @@ class OuterLoop:
             steps=self.steps,
             tokens=self._tokens,
             mass=self._mass,
-            square_norm=norm if finite else math.nan,
-            finite=finite,
+            square_norm=square_norm,
+            finite=not math.isnan(square_norm),
             leaving=leaving,
             next_lr=preview.next_lr,
             preview=tuple(preview.sums),
@@ -476,46 +436,38 @@ class OuterLoop:
         phases = dict(outcome.phase_seconds)
         stepping = self._clock()
         if outcome.members:
-            buffer = torch.empty(max((chunk.elements for chunk in layout.chunks), default=0))
-            for index, chunk in enumerate(layout.chunks):
-                mean, offset = buffer[: chunk.elements], 0
-                outcome.mean(index, mean)
-                for part in chunk.parts:
-                    self._tensors.apply(
-                        layout,
-                        part,
-                        mean[offset : offset + part.elements],
-                        lr=outer.lr,
-                        momentum=outer.momentum,
-                        divisor=outer.divisor,
-                        average=self._outer.kind == "average",
-                    )
-                    offset += part.elements
+            apply_means(self._tensors, layout, outcome.mean, outer, average=self._outer.kind == "average")
         else:
             self._tensors.restore()
         # Decoding happens inside, and is counted by the collective as its own phase.
         decoding = outcome.phase_seconds.get("decode", 0.0) - phases.get("decode", 0.0)
         phases = {**outcome.phase_seconds, "outer_step": self._clock() - stepping - decoding}
-        fleet_steps = max((r.steps for r in outcome.members), default=plan.steps)
-        observation = self._observe(outcome, plan, fleet_steps)
+        fleet_steps = steps_of(outcome.members, plan.steps)
         self.position += fleet_steps
+        observation = observe(
+            (*outcome.members, *outcome.others),
+            outcome.members,
+            drift=outcome.drift,
+            mean_square_norm=outcome.mean_square_norm,
+            fleet=outcome.fleet_size or len(self.fleet),
+            planned=plan.steps,
+            cut=plan.truncated,
+            position=self.position,
+            grid=self.grid,
+        )
         self.round += 1
         self._empty_rounds = 0 if outcome.members else self._empty_rounds + 1
         if observation is not None:
             self._policy_state, self._plan = self._policy.advance(self._policy_state, observation)
         self.ended = not outcome.expected_next
-        included = any(r.replica == self.replica for r in outcome.members)
-        restored = own is not None and not own.finite
-        if own is not None and own_steps and not included:
-            self.intervals_lost += 1
+        if own is not None and own_steps and not any(r.replica == self.replica for r in outcome.members):
+            self._totals.intervals_lost += 1
         self.steps, self._tokens, self._mass = 0, 0, 0.0
         self._tensors.begin_interval()
         hashing = self._clock()
         self._digest = self._tensors.digest(self._state_text())
         phases["digest"] = self._clock() - hashing
-        self._waited += outcome.wait_seconds
-        self._sent += outcome.bytes_sent
-        self._received += outcome.bytes_received
+        self._totals.add(outcome)
         saving = self._clock()
         self._collective.applied(self._snapshot)
         if self._empty_rounds >= _MOST_EMPTY_ROUNDS:
@@ -526,76 +478,24 @@ class OuterLoop:
                 "or with gradients clipped"
             )
         phases["checkpoint"] = self._clock() - saving
-        reports = (*outcome.members, *outcome.others)
-        tokens = [r.tokens for r in outcome.members]
-        summary = RoundSummary(
-            round=outcome.round,
-            included=included,
-            members=tuple(r.replica for r in outcome.members),
-            absent=outcome.absent,
-            outliers=self._outliers(outcome),
-            steps=plan.steps,
-            horizon=plan.horizon,
-            tokens=None if any(t is None for t in tokens) else sum(t for t in tokens if t is not None),
-            position=self.position,
-            rho=outer.rho,
-            momentum=outer.momentum,
-            outer_lr=outer.lr,
-            drift=observation.drift if observation else math.nan,
-            mean_square_norm=outcome.mean_square_norm,
-            pseudo_gradient_norm=math.sqrt(own.square_norm) if own and own.finite else math.nan,
-            phase=self.plan.phase,
-            assessment=self.plan.assessment,
-            action=self.plan.action,
+        summary = sum_up(
+            outcome,
+            own,
+            replica=self.replica,
+            plan=plan,
             next_plan=self.plan,
+            outer=outer,
+            observation=observation,
+            position=self.position,
             fast_forward=max(fleet_steps - own_steps, 0),
-            restored=restored,
-            wait_seconds=outcome.wait_seconds,
+            ended=self.ended,
             exchange_seconds=self._clock() - began,
             phase_seconds=phases,
-            bytes_sent=outcome.bytes_sent,
-            bytes_received=outcome.bytes_received,
-            ended=self.ended,
-            lateness=outcome.lateness,
-            member_metrics={r.replica: r.metrics for r in reports},
-            observation=observation,
         )
         self._told = told_of(summary)
         if own is not None:
             self._told_last = {"round": float(outcome.round), **self._told}
         return summary
-
-    def _outliers(self, outcome: RoundOutcome) -> dict[int, str]:
-        """Whose norms stuck out, averaged or not; each is logged."""
-        left_out = {replica: why for replica, why in outcome.absent.items() if why.startswith("outlier")}
-        found = dict(sorted({**outcome.outliers, **left_out}.items()))
-        for replica, what in found.items():
-            done = "not averaged, " if replica in left_out else ""
-            _log.warning("round %d, replica %d: %s%s", outcome.round, replica, done, what)
-        return found
-
-    def _observe(self, outcome: RoundOutcome, plan: Plan, fleet_steps: int) -> Observation | None:
-        """What the policy may see of a round; None when no replica goes on, so that there is nothing to plan."""
-        reports = sorted((*outcome.members, *outcome.others), key=lambda r: r.replica)
-        going_on = [r for r in reports if not r.leaving]
-        if not going_on:
-            return None
-        first, members = going_on[0], outcome.members
-        tokens = [r.tokens for r in members]
-        count = len(members)
-        drift = sum(r.square_norm for r in members) / count if count else math.nan
-        return Observation(
-            drift=drift if outcome.drift is None else outcome.drift,
-            mean_square_norm=outcome.mean_square_norm if count else math.nan,
-            roster=count,
-            fleet=outcome.fleet_size or len(self.fleet),
-            steps=sum(r.steps for r in members),
-            tokens=None if any(t is None for t in tokens) else sum(t for t in tokens if t is not None),
-            mass=sum(r.mass for r in members) / count if count else math.nan,
-            position=self.position + fleet_steps,
-            truncated=plan.truncated or any(r.steps < plan.steps for r in members),
-            preview=Preview(steps=self.grid, sums=first.preview, next_lr=first.next_lr, remaining=first.remaining),
-        )
 
     def _catch_up(self) -> int:
         """Apply every round that was decided already; the inner steps of the fleet that went by."""

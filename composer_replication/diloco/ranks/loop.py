@@ -18,6 +18,7 @@ from composer_replication.collective.base import Collective, Contribution, Repor
 from composer_replication.collective.layout import Layout
 from composer_replication.diloco.held import Held, reshard
 from composer_replication.diloco.loop import OuterLoop
+from composer_replication.diloco.loop_state import check_state
 from composer_replication.diloco.ranks.channel import Ranks
 from composer_replication.diloco.ranks.spread import Follower, holder, read_rows
 from composer_replication.diloco.summary import FinalSummary, RoundSummary, StartSummary
@@ -247,7 +248,7 @@ class FollowingLoop:
         return {"interval": {"tokens": self._tokens}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        OuterLoop.check_state_dict(state, self.replica)
+        check_state(state, self.replica)
         self._loaded = state["interval"]["tokens"]
 
     def close(self) -> None:

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from composer_replication.diloco.serverless.loggers import LoggedRun, check_loggers, ensure_experiment, line_up, logged_settings
+from composer_replication.diloco.serverless.loggers import (
+    LoggedRun,
+    check_loggers,
+    ensure_experiment,
+    line_up,
+    logged_settings,
+)
 from composer_replication.isolate import Identity
 from composer_replication.recipe import Recipe
 
