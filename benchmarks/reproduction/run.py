@@ -84,7 +84,7 @@ def run_one(job: Job) -> None:
     from benchmarks.reproduction import debian_text
     from benchmarks.reproduction.disturbances import make
     from composer_replication.diloco.serverless.components import build_data
-    from composer_replication.simulation import run_record, simulate, simulate_data_parallel
+    from composer_replication.simulation import record_of_simulation, simulate, simulate_data_parallel
 
     if job.group == "prose":
         debian_text.check()
@@ -94,7 +94,7 @@ def run_one(job: Job) -> None:
         run: Any = simulate_data_parallel(recipe)
     else:
         run = simulate(recipe, disturbance=make(variant.disturbance, build_data(recipe)))
-    record = run_record(recipe, run, name=recipe.name, seconds=time.monotonic() - began)
+    record = record_of_simulation(recipe, run, name=recipe.name, seconds=time.monotonic() - began)
     _write(job.path, {"recipe": job.fingerprint(), **record})
 
 

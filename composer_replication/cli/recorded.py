@@ -24,10 +24,10 @@ from composer_replication.diloco.round_record import RECORD_VERSION, Observed, r
 from composer_replication.diloco.told import of_interval
 from composer_replication.errors import ObjectCorrupt, ObjectMissing
 
-__all__ = ["run_record", "policy_from_settings"]
+__all__ = ["record_from_store", "policy_from_settings"]
 
 
-def run_record(reader: RunReader, *, name: str, source: str) -> dict[str, Any]:
+def record_from_store(reader: RunReader, *, name: str, source: str) -> dict[str, Any]:
     """The run as the report reads it, and `simulate -o` writes it. Raises StoreError if the store fails."""
     fleet = reader.fleet or {}
     settings = fleet.get("settings") or {}

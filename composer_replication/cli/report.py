@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from composer_replication.cli.recorded import run_record
+from composer_replication.cli.recorded import record_from_store
 from composer_replication.cli.status import open_place, place_of
 from composer_replication.cli.view import RunReader, shows_life
 from composer_replication.errors import RecipeError, ReplicationError, StoreError
@@ -91,7 +91,7 @@ def run_of(reader: RunReader, source: str, *, live: bool = False) -> Run:
     name = (
         folder.resolve().name if folder else place_of(source).split("?")[0].rstrip("/").rpartition("/")[2]
     ) or source
-    values = {**run_record(reader, name=name, source=source), "seed": _seed(reader)}
+    values = {**record_from_store(reader, name=name, source=source), "seed": _seed(reader)}
     if folder is not None:
         values |= _of_folder(folder, said)
     running = None if live or reader.ended else _shows_life(reader)

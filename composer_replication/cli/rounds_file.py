@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from composer_replication.cli.recorded import run_record
+from composer_replication.cli.recorded import record_from_store
 from composer_replication.cli.view import ClosedRound, RunReader
 from composer_replication.errors import ReplicationError
 
@@ -38,7 +38,7 @@ class RoundsFile:
         if seen == self._seen:
             return
         try:
-            record = run_record(reader, name=self._name, source=str(self._path.parent))
+            record = record_from_store(reader, name=self._name, source=str(self._path.parent))
             self._write("".join(json.dumps(one, allow_nan=False) + "\n" for one in record["rounds"]))
             self._seen = seen
         except ReplicationError:

@@ -24,7 +24,7 @@ from composer_replication.diloco.round_record import RECORD_VERSION, record_of
 from composer_replication.diloco.summary import RoundSummary
 from composer_replication.errors import RecipeError
 from composer_replication.recipe import Recipe, load_recipe, to_yaml
-from composer_replication.simulation import run_record, simulate
+from composer_replication.simulation import record_of_simulation, simulate
 from composer_replication.simulation.machines import Machines
 
 __all__ = ["simulate_command"]
@@ -101,7 +101,7 @@ def _run(recipe: Recipe, seed: int, settings: Mapping[str, Any], *, quiet: bool)
             print(words, flush=True)
 
     run = simulate(recipe, seed=seed, told=told)
-    return {**settings, **run_record(recipe, run, name=recipe.name, seconds=time.monotonic() - began)}
+    return {**settings, **record_of_simulation(recipe, run, name=recipe.name, seconds=time.monotonic() - began)}
 
 
 def _settings(recipe: Recipe, seed: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from composer_replication.simulation.data_parallel import DataParallelRun, simul
 from composer_replication.simulation.fleet import Disturbance, SimulatedRun, simulate
 from composer_replication.simulation.lockstep import Lockstep, lockstep
 from composer_replication.simulation.machines import LinkDown, Machines, Outage
-from composer_replication.simulation.record import run_record
+from composer_replication.simulation.record import record_of_simulation
 from composer_replication.simulation.timing import RoundTime, Rules, Timeline, timeline
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "SimulatedRun",
     "Timeline",
     "lockstep",
-    "run_record",
+    "record_of_simulation",
     "simulate",
     "simulate_data_parallel",
     "timeline",

@@ -19,10 +19,12 @@ from composer_replication.recipe import Recipe, outer_config, policy_of
 from composer_replication.simulation.data_parallel import DataParallelRun
 from composer_replication.simulation.fleet import SimulatedRun
 
-__all__ = ["run_record"]
+__all__ = ["record_of_simulation"]
 
 
-def run_record(recipe: Recipe, run: SimulatedRun | DataParallelRun, *, name: str, seconds: float) -> dict[str, Any]:
+def record_of_simulation(
+    recipe: Recipe, run: SimulatedRun | DataParallelRun, *, name: str, seconds: float
+) -> dict[str, Any]:
     """The run's record. `seconds` is what the simulation took."""
     head = {
         "version": RECORD_VERSION,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from composer_replication.cli import main
-from composer_replication.cli.recorded import policy_from_settings, run_record
+from composer_replication.cli.recorded import policy_from_settings, record_from_store
 from composer_replication.cli.report import run_of
 from composer_replication.cli.report_live import live_look
 from composer_replication.cli.view import RunReader
@@ -48,7 +48,7 @@ def test_a_store_tells_what_its_replicas_saw(tmp_path: Path) -> None:
     fleet.finish()
     reader = RunReader(open_store(place))
     reader.refresh()
-    values = run_record(reader, name="x", source="y")
+    values = record_from_store(reader, name="x", source="y")
     assert (values["steps"], values["replicas"], values["elements"], values["ended"]) == (60, 2, 16 * 17, True)
     assert [one["steps"] for one in values["rounds"]] == [one.steps for one in seen]
     assert {one["action"] for one in values["rounds"]} >= {"keep", "grow"}
@@ -182,7 +182,7 @@ def test_a_run_that_is_resumed_with_a_larger_fleet(tmp_path: Path) -> None:
         if epoch:
             begin_epoch(open_store(place), 3)
         reader.refresh()
-        values = run_record(reader, name="x", source="y")
+        values = record_from_store(reader, name="x", source="y")
         assert [one["round"] for one in values["rounds"]] == [0, 1, 2, 3, 4] and values["steps"] == 9
         assert values["replicas"] == (3 if epoch else 2)
         assert reader.sizes == ({0: 2, 5: 3} if epoch else {0: 2})
