@@ -37,7 +37,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("isolate", "diloco.serverless"),
     ),
     "cli.text": (),
-    "report": ("errors", "collective", "diloco", "cli.text"),
+    "report": ("errors", "autoloco", "collective", "diloco", "cli.text"),
     "cli": ("*",),
     "": ("*",),  # the package's own __init__ resolves names lazily
 }

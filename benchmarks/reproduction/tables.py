@@ -15,6 +15,7 @@ from benchmarks.reproduction.alarms import FLOORS, alarms, noise, statistics_of
 from benchmarks.reproduction.measures import Run, Spread, last_loss, losses_between, rounds, sent, spread
 from benchmarks.reproduction.run import jobs, read
 from benchmarks.reproduction.study import GROUPS, ROOT
+from composer_replication.autoloco.schedule import fixed_intervals
 
 __all__ = ["PAGE", "blocks", "kept", "write_results"]
 
@@ -119,7 +120,7 @@ def _comparison(group: str, runs: Runs, against: str) -> str:
     for variant, by_seed in runs.items():
         counts = [rounds(run) for run in by_seed.values()]
         run = next(iter(by_seed.values()))
-        fixed = -(-run["steps"] // run["base_horizon"])
+        fixed = fixed_intervals(run["steps"], run["base_horizon"])
         ddp = run["policy"]["name"] == "ddp"
         saved = 1 - spread(counts).median / fixed
         lines.append(

@@ -21,6 +21,7 @@ from composer_replication.autoloco.policies import (
 from composer_replication.autoloco.schedule import (
     ScheduleRun,
     cosine_rates,
+    fixed_intervals,
     linear_rates,
     run_lengths,
     run_schedule,
@@ -45,6 +46,7 @@ __all__ = [
     "ScheduleRun",
     "StaircasePolicy",
     "cosine_rates",
+    "fixed_intervals",
     "linear_rates",
     "make_policy",
     "mass_ratio",

@@ -20,6 +20,7 @@ __all__ = [
     "DECAYS",
     "ScheduleRun",
     "cosine_rates",
+    "fixed_intervals",
     "linear_rates",
     "run_lengths",
     "run_schedule",
@@ -133,6 +134,11 @@ def run_schedule(policy: Policy, rates: Sequence[float] | Callable[[int], float]
         )
         state, plan = policy.advance(state, seen)
     return ScheduleRun(tuple(plans))
+
+
+def fixed_intervals(steps: int, horizon: int) -> int:
+    """Intervals of `horizon` steps that `steps` are; the last of them may be cut short."""
+    return -(-steps // horizon)
 
 
 def run_lengths(values: Iterable[int]) -> tuple[tuple[int, int], ...]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from composer_replication.autoloco.schedule import fixed_intervals
 from composer_replication.cli.places import (
     RECIPE_FILE,
     absolute,
@@ -160,7 +161,7 @@ def intention(recipe: Recipe) -> str:
     if least is not None:
         text += f", {least} rounds" if recipe.autoloco.policy == "fixed" else f", {least} rounds at least"
     if recipe.autoloco.policy != "fixed":
-        text += f" ({-(-steps // base)} with a fixed interval of {base})"
+        text += f" ({fixed_intervals(steps, base)} with a fixed interval of {base})"
     return text
 
 

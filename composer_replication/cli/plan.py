@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from composer_replication.autoloco.schedule import fixed_intervals
 from composer_replication.cli.doctor import parse_count
 from composer_replication.cli.launch import checked_recipe, intention, least_rounds, written_specs
 from composer_replication.cli.plan_access import access_of, credentials_of
@@ -64,7 +65,10 @@ def plan(
         "store": recipe.store.uri,
         "groups": shown,
         "round": round_cost(recipe, elements, bandwidth),
-        "rounds": {"least": least_rounds(recipe), "fixed": -(-recipe.training.steps // recipe.autoloco.base_horizon)},
+        "rounds": {
+            "least": least_rounds(recipe),
+            "fixed": fixed_intervals(recipe.training.steps, recipe.autoloco.base_horizon),
+        },
         "warnings": [*places_to_warn_of(recipe), *_warnings(recipe, groups)],
     }
     values |= _costs(recipe, groups, table, values, step_seconds, node)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from composer_replication.autoloco.schedule import fixed_intervals
 from composer_replication.cli.doctor import parse_count
 from composer_replication.cli.launch import least_intervals
 from composer_replication.cli.round_cost import round_cost
@@ -54,7 +55,7 @@ def _values(recipe: Recipe, elements: int | None, bandwidth: float, step_seconds
         "replicas": recipe.fleet.replicas,
         "steps": recipe.training.steps,
         "rounds": rounds,
-        "fixed": -(-recipe.training.steps // recipe.autoloco.base_horizon),
+        "fixed": fixed_intervals(recipe.training.steps, recipe.autoloco.base_horizon),
         "horizons": list(intervals),
         "optimizer": asdict(recipe.optimizer),
         "scheduler": asdict(recipe.scheduler),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from composer_replication.autoloco.config import AutoLoCoConfig
 from composer_replication.autoloco.policies import make_policy
-from composer_replication.autoloco.schedule import run_lengths, run_schedule, schedule_rates
+from composer_replication.autoloco.schedule import fixed_intervals, run_lengths, run_schedule, schedule_rates
 from composer_replication.cli.schedule_options import DEFAULT_BANDWIDTH, DEFAULTS, OVERRIDES
 
 __all__ = ["interval_lines", "plot", "schedule"]
@@ -32,7 +32,7 @@ def schedule(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"rounds": len(steps), "horizons": list(steps)}))
         return 0
-    fixed = -(-args.steps // args.base)
+    fixed = fixed_intervals(args.steps, args.base)
     share = 100 * len(steps) / fixed
     print(f"{len(steps)} rounds for {args.steps} steps; a fixed interval of {args.base} takes {fixed} ({share:.0f} %)")
     for line in interval_lines(steps):

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from composer_replication.autoloco.schedule import fixed_intervals
 from composer_replication.cli.simulate_machines import read_machines
 from composer_replication.cli.simulate_time import ABORTED, check_machines, tell_time, time_only, time_values
 from composer_replication.cli.text import byte_count, duration
@@ -143,7 +144,7 @@ def _append(path: Path, run: Mapping[str, Any]) -> None:
 
 
 def _tell(recipe: Recipe, runs: Sequence[Mapping[str, Any]]) -> None:
-    fixed = -(-recipe.training.steps // recipe.autoloco.base_horizon)
+    fixed = fixed_intervals(recipe.training.steps, recipe.autoloco.base_horizon)
     print(f"\n{recipe.fleet.replicas} replicas, {recipe.training.steps} steps each, policy {recipe.autoloco.policy}")
     print(f"{'seed':>6}  {'rounds':>6}  {'of fixed':>8}  {'loss':>7}  {'validation':>10}  {'sent each':>10}  digest")
     for run in runs:

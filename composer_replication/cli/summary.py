@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_replication.autoloco.schedule import run_schedule
+from composer_replication.autoloco.schedule import fixed_intervals, run_schedule
 from composer_replication.cli.text import amount, byte_count, duration
 from composer_replication.cli.view import ClosedRound
 from composer_replication.diloco.serverless.handle import ReplicaResult
@@ -66,7 +66,7 @@ def _values(
         "codec": recipe.codec,
         "replicas": {str(r.replica_id): {"status": r.status, **r.metrics} for r in results},
         "rounds": len(rounds),
-        "fixed_rounds": -(-recipe.training.steps // recipe.autoloco.base_horizon),
+        "fixed_rounds": fixed_intervals(recipe.training.steps, recipe.autoloco.base_horizon),
         "steps": rounds[-1].position if rounds else 0,
         "tokens": sum(t for t in tokens if t is not None) if None not in tokens else None,
         "loss_first": rounds[0].loss if rounds else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from composer_replication.autoloco.schedule import fixed_intervals
 from composer_replication.report.figures import axis, band_traces, chart, line, log_axis, wall_clock
 from composer_replication.report.groups import Group
 from composer_replication.report.measures import bytes_of
@@ -113,7 +114,7 @@ def _at_fixed(groups: Sequence[Group], spent: Callable[[Run], Any] | None) -> li
     if run is None or any(group.first.policy == "fixed" for group in groups):
         return []
     base = run.base_horizon or 1
-    value = -(-run.position // base)
+    value = fixed_intervals(run.position, base)
     if spent is not None:
         found = spent(run)
         if found is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import TypeVar
 
+from composer_replication.autoloco.schedule import fixed_intervals
 from composer_replication.report.rounds import Round, number
 from composer_replication.report.runs import Run
 
@@ -49,7 +50,7 @@ def fixed_rounds(run: Run, base: int | None = None) -> int | None:
     """
     base = base or run.base_horizon
     whole = all(one.round == index for index, one in enumerate(run.rounds))
-    return -(-run.position // base) if base and run.position and whole else None
+    return fixed_intervals(run.position, base) if base and run.position and whole else None
 
 
 def last_loss(run: Run) -> float | None:

@@ -15,6 +15,7 @@ from composer_replication.autoloco import (
     Policy,
     QSRPolicy,
     cosine_rates,
+    fixed_intervals,
     linear_rates,
     make_policy,
     mass_ratio,
@@ -72,6 +73,7 @@ def test_the_published_linear_rule_of_100_rounds() -> None:
 def test_the_fixed_interval() -> None:
     done = run_schedule(make_policy("fixed", ULTRACHAT), cosine_rates(6490, 200), 6490)
     assert run_lengths(done.steps) == ((100, 64), (90, 1))
+    assert fixed_intervals(6490, 100) == len(done.steps)
 
 
 def test_only_the_adaptive_ones_correct_the_outer_step() -> None:
