@@ -93,7 +93,8 @@ Of replicas that run as jobs of a service it also shows the jobs: as their launc
 heard of; with --jobs the services are asked (with their clients and credentials), and their answer is noted there.
 
 --watch --web prints an address of this machine (127.0.0.1, which no other can reach) where a browser shows the page of
-'report', and follows the run. On a machine without a browser: ssh -L 8765:127.0.0.1:8765 HOST, and --port 8765.
+'report', and follows the run; its last page stays there until Ctrl-C. On a machine without a browser:
+ssh -L 8765:127.0.0.1:8765 HOST, and --port 8765.
 """
 
 _REPLICA = """\

@@ -32,8 +32,8 @@ _NOT_SETTINGS = ("name", "output", "store", "executor")  # of a recipe: what say
 def report_command(args: argparse.Namespace) -> int:
     output = args.output if args.output is not None or args.json else Path(PAGE)
     for path in (output, args.rounds):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}")
+        if path is not None:
+            _check_writable(path)
     runs, troubles = _read_all(args)
     for trouble in troubles:
         print(f"composer-replication report: {trouble}", file=sys.stderr)
@@ -139,7 +139,7 @@ def _settings_of(recipe: Any) -> dict[str, Any]:
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -158,8 +158,26 @@ def _round_lines(runs: Sequence[Run]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def _check_writable(path: Path) -> None:
+    """Before anything is read, which can take long. Raises ValueError; leaves nothing."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"{path} can't be written: it is a folder; name a file in it")
+    draft = _draft(path)
+    try:
+        draft.touch()
+        draft.unlink()
+    except OSError as error:
+        raise ValueError(f"{path} can't be written: {error.strerror or error}") from error
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
 def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = _draft(path)
     try:
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)

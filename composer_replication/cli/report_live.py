@@ -57,6 +57,8 @@ def _tell_end(server: LiveServer, over: threading.Event, pause: float, source: s
 def live_look(reader: RunReader, source: str) -> Callable[[], Mapping[str, Any]]:
     """What the page shows, again and again."""
 
+    kept: list[Run] = []  # as it was when the store last answered
+
     def look() -> Mapping[str, Any]:
         said: list[str] = []
         runs: list[Run] = []
@@ -68,7 +70,9 @@ def live_look(reader: RunReader, source: str) -> Callable[[], Mapping[str, Any]]
             state = "ended" if reader.ended else _state(rows)
         except ReplicationError as error:
             said.append(str(error))
+            runs = runs or (kept if reader.fleet is not None else [])
             state = "lost" if runs else "waiting"
+        kept[:] = runs
         steps = runs[0].steps if runs else None
         now = {"columns": list(COLUMNS), "rows": [list(cells(row, steps)) for row in rows]}
         live = {

@@ -37,7 +37,8 @@ def summarise(
     states = ", ".join(
         f"{len([r for r in results if r.status == s])} {s}" for s in dict.fromkeys(r.status for r in results)
     )
-    print(f"replicas       {states}, in {duration(seconds)}")
+    print(f"replicas       {states}")
+    print(f"took           {duration(seconds)}, from the launch to the last replica's end")
     if rounds:
         _print_training(recipe, values)
     digests = values["digests"]
@@ -104,7 +105,7 @@ def _print_training(recipe: Recipe, values: dict[str, Any]) -> None:
         f"exchanged      {sent} sent, {received} received by all replicas together, as {recipe.codec} "
         "(each reads the others' parts)"
     )
-    print(f"waited         {duration(values['wait_seconds_mean'])} for other replicas, on average")
+    print(f"waited         {duration(values['wait_seconds_mean'])} of that for other replicas, on average")
 
 
 def _adapts_after(recipe: Recipe) -> int | None:

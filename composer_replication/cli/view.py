@@ -20,6 +20,7 @@ from composer_replication.collective.object_store.history import decided
 from composer_replication.collective.object_store.joining import fleet_sizes
 from composer_replication.collective.object_store.pointers import Roster
 from composer_replication.collective.object_store.wire import load
+from composer_replication.diloco.observed import steps_of, tokens_of
 from composer_replication.errors import ObjectCorrupt, ObjectMissing, StoreError
 from composer_replication.store import ObjectStore
 
@@ -49,14 +50,13 @@ class ClosedRound:
 
 
 def _closed_round(roster: Roster, before: int) -> ClosedRound:
-    steps = max((report.steps for report in roster.members or roster.others), default=0)
-    tokens = [report.tokens for report in roster.members]
+    steps = steps_of(roster.members or roster.others)
     return ClosedRound(
         round=roster.round,
         steps=steps,
         position=before + steps,
         members=tuple(report.replica for report in roster.members),
-        tokens=sum(t for t in tokens if t is not None) if tokens and None not in tokens else None,
+        tokens=tokens_of(roster.members) if roster.members else None,
         absent=dict(roster.absent),
         metrics={report.replica: dict(report.metrics) for report in roster.members},
     )
@@ -93,9 +93,11 @@ class RunReader:
         self._held: int | None = None  # the attempt of the last round that holds
         self._entrants: Entrants | None = None
         self._sizes: dict[int, int] | None = None
+        self._nonce: object = None  # of the fleet that began the run
 
     def refresh(self) -> None:
         """Look for what is new. Raises StoreError if the store fails."""
+        self._look_for_another_run()
         self._look_for_epoch()
         if not self._present:
             self._look_for_fleet()
@@ -109,6 +111,18 @@ class RunReader:
         while self._take(len(self.rounds), 0):
             pass
         self.ended = self._json(keys.FINAL) is not None
+
+    def _look_for_another_run(self) -> None:
+        """There may be another run in its place now, or none any more: then nothing of the old one is shown."""
+        try:
+            nonce = load(self._place.get(keys.FLEET, max_bytes=_MAX_BYTES), keys.FLEET).get("nonce")
+        except ObjectMissing:
+            nonce = None
+        except ObjectCorrupt:
+            return  # whoever reads it next says so
+        if nonce != self._nonce and self._nonce is not None:
+            self.__init__(self._place)
+        self._nonce = nonce
 
     def _look_for_epoch(self) -> None:
         """The run may have been resumed with another fleet, from an earlier round."""

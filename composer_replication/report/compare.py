@@ -56,7 +56,7 @@ def _unit(groups: Sequence[Group], along: Axis) -> tuple[float, str]:
         return 1.0, along.title
     ends = [found[-1] for group in groups for run in group.runs if (found := along.of(run))]
     seconds, name = wall_clock(max(ends, default=0.0))
-    return seconds, f"{name} since the start"
+    return seconds, f"{name} since the first step"
 
 
 def _loss(groups: Sequence[Group]) -> Chart | None:

@@ -136,6 +136,11 @@ def _outer(run: Run) -> Chart | None:
 
 # -- time ------------------------------------------------------------------------------------------------------------
 
+_MEASURED = (
+    "Of {} rounds, from the first step on: training (validation and checkpoints between two steps count), waiting for "
+    "others, exchange (encoding, transfers, averaging). Starting, and what follows the last round, are not in it."
+)
+_WORKED_OUT = "As simulate worked it out for given machines; waiting is also what was trained in vain, and being gone."
 _SPENT = (("training", "@c0"), ("waiting", "@c4"), ("exchange", "@c2"))
 
 
@@ -176,7 +181,8 @@ def _shares(run: Run) -> Chart | None:
         "xaxis": axis("Share of the replica's time", ticksuffix=" %", range=[0, 100], dtick=25),
         "yaxis": _replica_axis(list(times.by_replica)),
     }
-    note = f"Over {times.rounds} rounds. Utilisation is the share spent training."
+    what = _MEASURED if times.measured else _WORKED_OUT
+    note = f"{what.format(times.rounds)} Utilisation is the share spent training."
     return chart(
         "shares", "Where each replica's time went", [("", traces, layout)], note=note, height=_rows(len(names))
     )
@@ -230,7 +236,7 @@ def _timeline(run: Run, segments: int) -> Chart | None:
         traces.append({**bar, "hovertemplate": "%{hovertext}<extra></extra>", "textposition": "none"})
     layout = {
         "barmode": "overlay",
-        "xaxis": axis(f"{unit_name} since the start"),
+        "xaxis": axis(f"{unit_name} since the first step"),
         "yaxis": _replica_axis(ids),
     }
     some = "" if len(ids) == len(run.ids) else f" The first {len(ids)} of {len(run.ids)} replicas."

@@ -208,9 +208,9 @@ def _time(group: Group) -> Fact:
         seconds = [value for run in group.runs if isinstance(value := run.result.get("seconds"), (int, float))]
         fact["lines"] = ["How long replicas trained and waited was not recorded."]
         if seconds:
-            fact["lines"].append(
-                f"The whole took {duration(fmean(seconds))}{' on average' if len(seconds) > 1 else ''}."
-            )
+            simulated = all(run.raw.get("source") == "simulation" for run in group.runs)
+            what = "Simulating it took" if simulated else "From the launch to the last replica's end it took"
+            fact["lines"].append(f"{what} {duration(fmean(seconds))}{' on average' if len(seconds) > 1 else ''}.")
         return fact
     whole = sum(times.whole for _, times in known)
     shares = {

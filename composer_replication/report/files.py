@@ -87,18 +87,27 @@ def _lines(path: Path, problems: list[str]) -> Iterator[tuple[int, str]]:
     with path.open("rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
+        encoding = "utf-8-sig"  # of the first line: there may be a mark of the encoding before it
         stream = gzip.GzipFile(fileobj=raw) if packed else raw
         number = 0
         while True:
             try:
                 line = stream.readline()
-            except (EOFError, zlib.error, gzip.BadGzipFile):
-                problems.append(f"the compressed file breaks off after line {number}")
+            except EOFError:
+                problems.append(f"the file ends in the middle of its compressed data{_behind(number)}: copy it again")
+                return
+            except (zlib.error, gzip.BadGzipFile):
+                problems.append(f"the file's compressed data is damaged{_behind(number)}: copy it again")
                 return
             if not line:
                 return
             number += 1
-            yield number, line.decode("utf-8", errors="replace")
+            yield number, line.decode(encoding, errors="replace")
+            encoding = "utf-8"
+
+
+def _behind(number: int) -> str:
+    return f", after line {number}" if number else ", before its first line is whole"
 
 
 def _policy_of(rounds: list[Any]) -> str:

@@ -19,6 +19,7 @@ _T = TypeVar("_T")
 __all__ = [
     "Bytes",
     "Times",
+    "away",
     "bytes_of",
     "diverged",
     "end_loss",
@@ -232,6 +233,21 @@ def late(one: Round) -> tuple[int, float] | None:
         return None
     last = max(trained, key=lambda i: (trained[i], -i))
     return last, trained[last] - min(trained.values())
+
+
+def away(run: Run) -> dict[int, dict[int, str]]:
+    """By round: replicas that took part once and weren't expected then, and why.
+
+    A round's record names whom it expected in vain. One that left was averaged up to its end; one that is taken off has
+    been expected in vain before.
+    """
+    found: dict[int, dict[int, str]] = {}
+    last: dict[int, str] = {}
+    for one in run.rounds:
+        here = {*one.members, *one.replicas}
+        found[one.round] = {i: why for i, why in last.items() if i not in here and i not in one.absent}
+        last |= dict.fromkeys(one.absent, "no longer expected") | dict.fromkeys(one.members, "left")
+    return found
 
 
 def _waited_for(run: Run) -> dict[int, tuple[int, float]]:

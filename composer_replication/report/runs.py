@@ -127,9 +127,9 @@ def _with_state(run: Run, said: list[str], live: bool, running: bool | None) -> 
     if not run.rounds:
         said.append("no round is closed yet" if ended is False else "it holds no round")
     elif not live and (ended is False or (run.steps and run.position < run.steps)):
-        state = {True: "it still runs", False: "it has not ended, and no replica shows life: interrupted"}.get(
-            running, "it had not ended when this was recorded" if ended is False else "it isn't finished"
-        )
+        unknown = "it isn't finished" if ended is None else "it had not ended when this was recorded"
+        gone = "it has not ended, and no replica shows life: interrupted"
+        state = unknown if running is None else "it still runs" if running else gone
         said.append(f"{state}: {run.position}{f' of {run.steps}' if run.steps else ''} steps")
     return replace(run, ended=ended, notices=tuple(said), memo={})
 

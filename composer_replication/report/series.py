@@ -79,7 +79,7 @@ def _sums(values: Sequence[float]) -> list[float]:
 AXES = (
     Axis("steps", "Inner steps of each replica", _steps),
     Axis("tokens", "Tokens, all replicas together", _tokens),
-    Axis("wall-clock", "Seconds since the start", _seconds),
+    Axis("wall-clock", "Seconds since the first step", _seconds),
     Axis("rounds", "Rounds", _rounds),
     Axis("bytes", "MB sent by all replicas together", _megabytes),
 )

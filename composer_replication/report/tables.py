@@ -14,6 +14,7 @@ from composer_replication.report.apart import size_columns
 from composer_replication.report.facts import percent, spread
 from composer_replication.report.groups import Group, baseline_of, differing_settings, flat
 from composer_replication.report.measures import (
+    away,
     bytes_of,
     diverged,
     fixed_rounds,
@@ -152,9 +153,10 @@ def rounds_table(run: Run) -> Table:
     ]
     shown = run.rounds[::-1][:_MOST_ROWS]
     rows = []
+    gone = away(run)
     for one in shown:
         came = late(one)
-        missing = "; ".join(f"without {replica}: {why}" for replica, why in one.absent.items())
+        missing = "; ".join(f"without {replica}: {why}" for replica, why in {**one.absent, **gone[one.round]}.items())
         odd = "; ".join(f"{replica}: {what}" for replica, what in one.outliers.items())
         rows.append(
             [

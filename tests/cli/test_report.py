@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +106,33 @@ def test_a_run_whose_replicas_are_gone_is_not_called_running(tmp_path: Path, cap
         path.write_text(json.dumps({**beat, "state": "running", "time": beat["time"] - 60}))
     live = look()["live"]
     assert live["state"] == "silent" and "silent for" in live["now"]["rows"][0][-1]
+
+
+def test_a_store_that_holds_another_run_or_none_is_read_anew(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    reader = RunReader(open_store(str(place)))
+    look = live_look(reader, str(place))
+    fleet = SteppedFleet(str(place))
+    fleet.round(), fleet.round()
+    fleet.close()
+    assert len(look()["runs"][0]["rounds"]["rows"]) == 2
+    shutil.rmtree(place)
+    values = look()  # it may be a mount that comes back
+    assert len(values["runs"][0]["rounds"]["rows"]) == 2 and values["live"]["state"] == "lost"
+    assert "store is gone" in values["notices"][0]
+    place.mkdir()
+    values = look()
+    assert values["runs"] == [] and "there is no run in" in values["notices"][0]
+    assert values["live"]["state"] == "waiting"
+    fleet = SteppedFleet(str(place))
+    fleet.round(), fleet.round()
+    assert len(look()["runs"][0]["rounds"]["rows"]) == 2
+    shutil.rmtree(place)
+    after = SteppedFleet(str(place), replicas=1)
+    after.round()
+    values = look()  # the run in between was never seen gone
+    assert len(values["runs"][0]["rounds"]["rows"]) == 1 and [row[0] for row in values["live"]["now"]["rows"]] == ["0"]
+    fleet.close(), after.close()
 
 
 def test_the_live_page_of_a_store_that_is_not_there_yet(tmp_path: Path) -> None:
@@ -255,10 +283,23 @@ def test_wrong_arguments(more: list[str], words: str, runs: str, tmp_path, monke
     assert words in capsys.readouterr().err and not Path("report.html").exists()
 
 
-def test_a_page_that_cannot_be_written(runs: str, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("option", ["-o", "--rounds"])
+def test_a_page_that_cannot_be_written_is_told_before_anything_is_read(
+    option: str, runs: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "folder").mkdir()
-    assert main(["report", runs, "-o", str(tmp_path / "folder")]) == 2
-    assert "can't be written" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(tmp_path / "nowhere"), option, str(tmp_path / "folder")]) == 2
+    told = capsys.readouterr().err
+    assert "can't be written: it is a folder" in told and "nowhere" not in told
+
+    def refuse(self: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "touch", refuse)  # whoever may do anything is refused nothing by a folder's rights
+    assert main(["report", str(tmp_path / "nowhere"), option, str(tmp_path / "page.html")]) == 2
+    told = capsys.readouterr().err
+    assert "html can't be written: Permission denied" in told and "nowhere" not in told
     assert {path.name for path in tmp_path.iterdir()} == {"folder", "runs.jsonl"}  # nor is a draft left
 
 

@@ -57,7 +57,22 @@ def test_a_compressed_file_that_breaks_off(tmp_path: Path) -> None:
     packed = gzip.compress(lines(run_json(seed=1), run_json(seed=2) | noise).encode())
     path.write_bytes(packed[:-2000])
     (run,) = read_file(path)
-    assert run.seed == 1 and "breaks off after line 1" in run.notices[0]
+    assert run.seed == 1
+    assert run.notices == ("the file ends in the middle of its compressed data, after line 1: copy it again",)
+    path.write_bytes(packed[:5])
+    with pytest.raises(ValueError, match="middle of its compressed data, before its first line is whole: copy it agai"):
+        read_file(path)
+    path.write_bytes(packed[:100] + b"\0" * 100 + packed[200:])
+    with pytest.raises(ValueError, match="compressed data is damaged"):
+        read_file(path)
+
+
+def test_a_mark_of_the_encoding_is_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "runs.json"
+    for text in (lines(run_json(seed=1), run_json(seed=2)), json.dumps([run_json(seed=1), run_json(seed=2)], indent=1)):
+        path.write_text(text, encoding="utf-8-sig")
+        runs = read_file(path)
+        assert [run.seed for run in runs] == [1, 2] and all(run.notices == () for run in runs)
 
 
 def test_rounds_alone(tmp_path: Path) -> None:
