@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from composer_replication.autoloco.policies import make_policy
 from composer_replication.autoloco.values import Preview
 from composer_replication.collective.object_store import ObjectStoreCollective
 from composer_replication.diloco.loop import OuterLoop
+from composer_replication.drafts import written_whole
 
 RATE = 1e-3
 
@@ -84,9 +84,8 @@ def main() -> None:
         if loop.due or loop.overtaken:
             trained = time.monotonic()
             closed = loop.close_interval(preview())
-            draft = kept.with_suffix(".new")
-            torch.save(loop.state_dict(), draft)
-            os.replace(draft, kept)
+            with written_whole(kept) as draft:
+                torch.save(loop.state_dict(), draft)
             tell(
                 "round",
                 trained=trained,

@@ -14,23 +14,24 @@ PACKAGE = Path(__file__).parent.parent / "composer_replication"
 # A module may import from its own layer and from the layers named; the longest matching prefix decides.
 LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "drafts": (),
     "autoloco": ("errors",),
     "store": ("errors",),
     "preview": ("autoloco", "errors"),
     "isolate": ("errors",),
     "collective": ("errors", "autoloco", "store"),
     "diloco.outer_step": ("errors", "collective"),
-    "diloco": ("errors", "autoloco", "store", "collective", "diloco.outer_step"),
+    "diloco": ("drafts", "errors", "autoloco", "store", "collective", "diloco.outer_step"),
     "tasks": ("errors", "store", "isolate", "adapter"),
     "recipe": ("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
     "adapter": ("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
     "lightning": ("adapter", "errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
-    "composer": ("adapter", "errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
+    "composer": ("adapter", "drafts", "errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
     "run": ("isolate",),
     "lightning_zero_edit": ("isolate", "lightning"),
     "diloco.serverless": (
         *("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview", "recipe", "tasks", "lightning"),
-        *("composer", "adapter"),
+        *("composer", "adapter", "drafts"),
     ),
     "simulation": (
         *("errors", "autoloco", "store", "collective", "diloco", "preview", "recipe", "tasks", "adapter"),

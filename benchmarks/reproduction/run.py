@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from benchmarks.reproduction.study import GROUPS, KEPT, RECIPE, Group, Variant
+from composer_replication.drafts import written_whole
 from composer_replication.recipe import Recipe, load_recipe
 
 __all__ = ["Job", "jobs", "read", "run_all", "run_one"]
@@ -122,6 +123,5 @@ def _as_process(job: Job) -> tuple[Job, int]:
 def _write(path: Path, run: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(run, separators=(",", ":")).encode()
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_bytes(gzip.compress(text, 9, mtime=0))  # equal runs give equal files
-    temporary.rename(path)
+    with written_whole(path) as draft:
+        draft.write_bytes(gzip.compress(text, 9, mtime=0))  # equal runs give equal files

@@ -7,12 +7,12 @@ its place. A round that another has taken the place of, or of which more is know
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 from composer_replication.cli.recorded import record_from_store
 from composer_replication.cli.view import ClosedRound, RunReader
+from composer_replication.drafts import written_whole
 from composer_replication.errors import ReplicationError
 
 __all__ = ["ROUNDS", "RoundsFile"]
@@ -49,9 +49,8 @@ class RoundsFile:
     def _write(self, text: str) -> None:
         if text == self._text:
             return
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, self._path)
+        with written_whole(self._path) as draft:
+            draft.write_text(text, encoding="utf-8")
         self._text = text
 
     def _tell(self, trouble: str) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 from composer.loggers import LoggerDestination
 from composer.utils import dist
 
+from composer_replication.drafts import written_whole
+
 __all__ = ["CSVLogger"]
 
 
@@ -50,12 +52,10 @@ class CSVLogger(LoggerDestination):
                 self._columns = list(reader.fieldnames or [])
                 rows = [row for row in reader if None not in row.values() and None not in row]
         self._columns += [name for name in new if name not in self._columns]
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        with draft.open("w", newline="", encoding="utf-8") as file:
+        with written_whole(self._path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self._columns)
             writer.writeheader()
             writer.writerows(rows)
-        os.replace(draft, self._path)
 
 
 def _plain(value: Any) -> Any:

@@ -6,10 +6,7 @@ Invariant: nothing is written unless every chunk has its hash and the whole stat
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +18,7 @@ from composer_replication.collective.base import Snapshot
 from composer_replication.collective.object_store import checkpoints, keys
 from composer_replication.collective.object_store.epochs import read_fleet
 from composer_replication.diloco.outer_step import digest
+from composer_replication.drafts import written_whole
 from composer_replication.errors import ObjectCorrupt, ObjectMissing, ReplicationError, StoreError
 from composer_replication.store.base import ObjectStore
 
@@ -125,19 +123,12 @@ def write_weights(weights: SharedWeights, path: Path, *, overwrite: bool = False
         raise ValueError(f"{path} is there already: give another name, or --overwrite")
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent}: make it first")
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     about = {"run": weights.run, "round": str(weights.round), "steps": str(weights.position), "digest": weights.digest}
-    try:
+    with written_whole(path, durable=True) as draft:
         if path.suffix == ".safetensors":
             _save_safetensors(weights, draft, about)
         else:
             torch.save(weights.tensors, draft)
-        with open(draft, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        with suppress(OSError):
-            draft.unlink()
 
 
 def _save_safetensors(weights: SharedWeights, path: Path, about: dict[str, str]) -> None:

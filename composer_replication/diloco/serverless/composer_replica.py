@@ -6,7 +6,6 @@ finds its own newest checkpoint and goes on from there.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from composer_replication.diloco.serverless.components import (
 from composer_replication.diloco.serverless.composer_loggers import make_loggers
 from composer_replication.diloco.serverless.loggers import logged_settings
 from composer_replication.diloco.serverless.replica import FINAL, Journal, set_out
+from composer_replication.drafts import written_whole
 from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
 from composer_replication.recipe import Recipe
@@ -196,9 +196,8 @@ def _trainer(
 def _save(state: State, path: Path) -> None:
     """The weights alone, where `weights_only=True` loads them: for anybody, and for a Trainer's `load_path`."""
     weights = {name: tensor.detach().cpu() for name, tensor in state.model.state_dict().items()}
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save({"state_dict": weights, "state": {"model": weights}}, draft)
-    os.replace(draft, path)
+    with written_whole(path) as draft:
+        torch.save({"state_dict": weights, "state": {"model": weights}}, draft)
 
 
 def _validate(trainer: Trainer, validation: Any) -> dict[str, float]:

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from composer_replication.drafts import written_whole
 from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
 from composer_replication.recipe import Recipe
@@ -80,9 +81,8 @@ class LoggedRun:
     def remember(self, logger: str, value: str) -> str:
         """Keep the id for the process that may come after this one."""
         path = self.folder / _REMEMBERED
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(json.dumps({**_read(path), logger: value}), encoding="utf-8")
-        os.replace(draft, path)
+        with written_whole(path) as draft:
+            draft.write_text(json.dumps({**_read(path), logger: value}), encoding="utf-8")
         return value
 
     def id_of(self, logger: str) -> str:

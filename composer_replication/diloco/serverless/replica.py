@@ -6,7 +6,6 @@ Invariant: one recipe gives both trainers' adapters the same settings, and both 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from composer_replication.adapter.files import latest_checkpoint
 from composer_replication.diloco.summary import FinalSummary, RoundSummary
+from composer_replication.drafts import written_whole
 from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
 from composer_replication.recipe import Recipe, outer_config, policy_of
@@ -157,9 +157,8 @@ class Journal:
         self.values |= {"replica": self.identity.replica, **values}
         if not self.speaks:
             return dict(self.values)
-        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(self.values, indent=1), encoding="utf-8")
-        os.replace(draft, self.path)
+        with written_whole(self.path) as draft:
+            draft.write_text(json.dumps(self.values, indent=1), encoding="utf-8")
         return dict(self.values)
 
 
