@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 from composer_replication.cli.recorded import record_from_store
 from composer_replication.cli.status import open_place, place_of
 from composer_replication.cli.view import RunReader, shows_life
+from composer_replication.drafts import draft_of, written_whole
 from composer_replication.errors import RecipeError, ReplicationError, StoreError
 from composer_replication.recipe import load_recipe
 from composer_replication.report import Run, page, payload, read_file, run_from_json, run_to_json
@@ -164,7 +164,7 @@ def _check_writable(path: Path) -> None:
         raise ValueError(f"{path}: there is no folder {path.parent}")
     if path.is_dir():
         raise ValueError(f"{path} can't be written: it is a folder; name a file in it")
-    draft = _draft(path)
+    draft = draft_of(path)
     try:
         draft.touch()
         draft.unlink()
@@ -172,18 +172,11 @@ def _check_writable(path: Path) -> None:
         raise ValueError(f"{path} can't be written: {error.strerror or error}") from error
 
 
-def _draft(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")
-
-
 def _write(path: Path, text: str) -> None:
-    draft = _draft(path)
     try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
+        with written_whole(path) as draft:
+            draft.write_text(text, encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
         raise ValueError(f"{path} can't be written: {error}") from error
 
 
