@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 
-from composer_replication.cli.text import byte_count
 from composer_replication.collective.base import Contribution, Report, RoundOutcome, Snapshot
 from composer_replication.collective.layout import Layout, Slot
 from composer_replication.collective.object_store import ObjectStoreCollective, keys
@@ -39,6 +38,7 @@ from composer_replication.collective.object_store.costs import (
 )
 from composer_replication.collective.object_store.roster import Mode
 from composer_replication.errors import ObjectMissing
+from composer_replication.readable import byte_count
 from composer_replication.store import ObjectStore, PrefixedStore, open_store
 
 REPLICAS = (2, 4, 8, 16, 64, 256, 1024)

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "composer_replication"
 LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "drafts": (),
+    "readable": (),
     "autoloco": ("errors",),
     "store": ("errors",),
     "preview": ("autoloco", "errors"),
@@ -37,8 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("errors", "autoloco", "store", "collective", "diloco", "preview", "recipe", "tasks", "adapter"),
         *("isolate", "diloco.serverless"),
     ),
-    "cli.text": (),
-    "report": ("errors", "autoloco", "collective", "diloco", "cli.text"),
+    "report": ("errors", "autoloco", "collective", "diloco", "readable"),
     "cli": ("*",),
     "": ("*",),  # the package's own __init__ resolves names lazily
 }

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from composer_replication.cli.text import amount, byte_count, duration
 from composer_replication.collective.object_store.costs import (
     Link,
     encoded_sizes,
@@ -23,6 +22,7 @@ from composer_replication.collective.object_store.costs import (
     round_shares,
 )
 from composer_replication.errors import StoreError
+from composer_replication.readable import amount, byte_count, duration
 from composer_replication.store import LocalStore, open_store
 from composer_replication.store.probe import Effort, Probe, probe_store
 

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 from composer_replication.cli.status import open_place
-from composer_replication.cli.text import amount, byte_count
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.epochs import current
 from composer_replication.collective.object_store.history import closed_roster
 from composer_replication.collective.object_store.requests import there
 from composer_replication.diloco.export import SharedWeights, read_shared_weights, write_weights
+from composer_replication.readable import amount, byte_count
 from composer_replication.recipe import load_recipe
 from composer_replication.store import ObjectStore
 

@@ -9,9 +9,9 @@ import json
 from collections.abc import Iterable
 
 from composer_replication.cli.status import open_place
-from composer_replication.cli.text import byte_count
 from composer_replication.collective.object_store.epochs import current
 from composer_replication.collective.object_store.tidy import Tidy, plan_tidy
+from composer_replication.readable import byte_count
 from composer_replication.store import ObjectStore
 
 __all__ = ["gc"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from composer_replication.cli.text import amount
+from composer_replication.readable import amount
 
 __all__ = ["COLUMNS", "FleetView", "Row", "Screen", "cells", "lines"]
 

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from composer_replication.cli.text import amount, byte_count, duration
+from composer_replication.readable import amount, byte_count, duration
 
 __all__ = ["plan_lines"]
 

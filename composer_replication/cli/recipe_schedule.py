@@ -17,8 +17,8 @@ from composer_replication.cli.doctor import parse_count
 from composer_replication.cli.launch import least_intervals
 from composer_replication.cli.round_cost import round_cost
 from composer_replication.cli.schedule import interval_lines
-from composer_replication.cli.text import amount, byte_count, duration
 from composer_replication.errors import RecipeError
+from composer_replication.readable import amount, byte_count, duration
 from composer_replication.recipe import Recipe, load_recipe, outer_config, policy_of
 
 __all__ = ["recipe_schedule"]

@@ -20,10 +20,10 @@ from typing import Any
 from composer_replication.autoloco.schedule import fixed_intervals
 from composer_replication.cli.simulate_machines import read_machines
 from composer_replication.cli.simulate_time import ABORTED, check_machines, tell_time, time_only, time_values
-from composer_replication.cli.text import byte_count, duration
 from composer_replication.diloco.round_record import RECORD_VERSION, record_of
 from composer_replication.diloco.summary import RoundSummary
 from composer_replication.errors import RecipeError
+from composer_replication.readable import byte_count, duration
 from composer_replication.recipe import Recipe, load_recipe, to_yaml
 from composer_replication.simulation import record_of_simulation, simulate
 from composer_replication.simulation.machines import Machines

@@ -15,9 +15,9 @@ from typing import Any
 from composer_replication.cli.doctor import parse_count
 from composer_replication.cli.launch import least_intervals
 from composer_replication.cli.simulate_machines import read_machines
-from composer_replication.cli.text import amount, byte_count, duration
 from composer_replication.diloco.serverless.components import parameter_count
 from composer_replication.errors import RecipeError
+from composer_replication.readable import amount, byte_count, duration
 from composer_replication.recipe import Recipe
 from composer_replication.simulation.lockstep import lockstep
 from composer_replication.simulation.machines import Machines

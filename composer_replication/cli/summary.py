@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from composer_replication.autoloco.schedule import fixed_intervals, run_schedule
-from composer_replication.cli.text import amount, byte_count, duration
 from composer_replication.cli.view import ClosedRound
 from composer_replication.diloco.serverless.handle import ReplicaResult
+from composer_replication.readable import amount, byte_count, duration
 from composer_replication.recipe import Recipe, policy_of
 from composer_replication.recipe.settings import controller_config
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from composer_replication.cli.text import byte_count, duration
+from composer_replication.readable import byte_count, duration
 from composer_replication.report.figures import axis, chart, line, log_axis, marks, safe, wall_clock
 from composer_replication.report.measures import bytes_of, late, times_of
 from composer_replication.report.rounds import Round

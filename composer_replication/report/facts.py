@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from composer_replication.cli.text import byte_count, duration
+from composer_replication.readable import byte_count, duration
 from composer_replication.report.apart import also_apart
 from composer_replication.report.groups import Group, baseline_of, comparable
 from composer_replication.report.measures import (

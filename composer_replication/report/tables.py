@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from composer_replication.cli.text import byte_count, duration
+from composer_replication.readable import byte_count, duration
 from composer_replication.report.apart import size_columns
 from composer_replication.report.facts import percent, spread
 from composer_replication.report.groups import Group, baseline_of, differing_settings, flat

@@ -13,8 +13,8 @@ from composer_replication.cli import main
 from composer_replication.cli.live import FleetView, Row, Screen, lines
 from composer_replication.cli.schedule import plot
 from composer_replication.cli.summary import summarise
-from composer_replication.cli.text import amount, byte_count, duration
 from composer_replication.cli.view import ClosedRound
+from composer_replication.readable import amount, byte_count, duration
 from composer_replication.recipe import load_recipe, recipe_from
 
 
