@@ -7,6 +7,8 @@ RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 OVERRIDES ?=
 WORKERS ?= 2
+# A module of tests stays with one worker: what its tests share is trained once.
+SPREAD := -n $(WORKERS) --dist loadscope
 SITE ?= site
 
 .DEFAULT_GOAL := help
@@ -25,13 +27,13 @@ quickstart: $(STAMP) ## Train a small language model on four replicas, about thr
 	$(RUN)/composer-replication launch recipes/quickstart.yaml $(OVERRIDES)
 
 test: $(STAMP) ## Run the tests (about a quarter of an hour on two cores)
-	$(RUN)/python -m pytest -m "not slow" -n $(WORKERS) $(PYTEST_ARGS)
+	$(RUN)/python -m pytest -m "not slow" $(SPREAD) $(PYTEST_ARGS)
 
 test-faults: $(STAMP) ## Run the long fault suite: replicas killed at every step
-	$(RUN)/python -m pytest -m slow -n $(WORKERS) $(PYTEST_ARGS)
+	$(RUN)/python -m pytest -m slow $(SPREAD) $(PYTEST_ARGS)
 
 reliability: $(STAMP) ## Run all of the fault suite and write docs/reliability.md's table
-	$(RUN)/python -m tests.faults.report -n $(WORKERS) $(PYTEST_ARGS)
+	$(RUN)/python -m tests.faults.report $(SPREAD) $(PYTEST_ARGS)
 
 check: lint types ## Lint and type-check
 
