@@ -1,22 +1,27 @@
 """What the controller itself costs: seconds and bytes of a round, against the training between two rounds.
 
     python benchmarks/control_cost.py [--recipe recipes/c4-215m/autoloco.yaml] [--elements 104857600] [--rounds 73]
+        [-o docs/results/control.json]
 
 A fleet of threads over a store in memory runs the recipe's whole schedule, with its policy, its previews and its
 protocol, but for the training: replicas add a drift that grows with the learning rate, to a model of a few elements.
 Timed are the previews of the learning rate (`preview`) and the policy's decisions (`advance`), in every replica; the
 squared norms are timed apart, on a model of `--elements` (`norms`: of the own pseudo-gradient, and of the mean, which
-replicas share out). Bytes are those of all objects but blobs that replicas wrote and read, signs of life left out.
+replicas share out). Bytes are those of all objects but blobs that replicas wrote and read, signs of life left out. It
+prints the table of docs/performance.md, which says what docs/results/control.json keeps.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,43 +159,73 @@ def norm_seconds(elements: int, replicas: int, repeats: int) -> float:
     return statistics.median(found)
 
 
+def measure(recipe: Recipe, *, elements: int, rounds: int | None, repeats: int) -> dict[str, Any]:
+    from composer_replication.cli.launch import least_intervals
+
+    intervals = least_intervals(recipe)
+    assert intervals is not None
+    run = rounds or len(intervals)
+    count, shared = recipe.fleet.replicas, MemoryStore("control")
+    members = [Replica(recipe, index, shared, run) for index in range(count)]
+    gate = threading.Barrier(count)
+    with ThreadPoolExecutor(count) as pool:
+        for future in [pool.submit(member.run, gate) for member in members]:
+            future.result()
+    totals = sum((member.after - member.before for member in members), Counter())
+    return {
+        "recipe": recipe.name,
+        "replicas": count,
+        "rounds": len(intervals),
+        "rounds_run": run,
+        "steps_a_round": statistics.mean(members[0].steps),
+        "elements": elements,
+        "seconds": {
+            "preview": max(statistics.mean(member.preview_seconds[1:]) for member in members),
+            "advance": max(statistics.mean(member.policy.seconds) for member in members),
+            "norms": norm_seconds(elements, count, repeats),
+        },
+        "bytes": {"written": totals["written"] / run, "read": totals["read"] / run},
+        "torch": torch.__version__,
+    }
+
+
+def table(kept: Mapping[str, Any]) -> list[str]:
+    """What is kept, for docs/performance.md."""
+    seconds, moved = kept["seconds"], kept["bytes"]
+    control = sum(seconds.values())
+    whole = sum(moved.values()) * kept["rounds"] / 2**20
+    share = {step: control / (kept["steps_a_round"] * step) for step in (1.0, 0.1)}
+    return [
+        f"| {kept['recipe']}: {kept['replicas']} replicas, {kept['rounds']} rounds | |",
+        "|---|---|",
+        f"| previews of the learning rate, a round and replica | {seconds['preview']:.3f} s |",
+        f"| the policy's decision | {seconds['advance']:.4f} s |",
+        f"| squared norms, {kept['elements'] / 1e6:.0f} M float32 elements | {seconds['norms']:.3f} s |",
+        f"| together | {control:.3f} s |",
+        f"| steps of a round, on average | {kept['steps_a_round']:.0f} |",
+        f"| of the training time, with steps of 1 s | {100 * share[1.0]:.3f} % |",
+        f"| of the training time, with steps of 0.1 s | {100 * share[0.1]:.2f} % |",
+        f"| steps at which it is 0.5 % | {control / (0.005 * kept['steps_a_round']):.2f} s |",
+        f"| control bytes of the whole run, all replicas | {whole:.1f} MiB |",
+        f"| of these read | {100 * moved['read'] / sum(moved.values()):.0f} % |",
+        f"| for each replica | {whole / kept['replicas']:.1f} MiB |",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="recipes/c4-215m/autoloco.yaml")
     parser.add_argument("--elements", type=int, default=100 * 1024 * 1024)
     parser.add_argument("--rounds", type=int, default=None, help="run only so many (default: the whole budget)")
-    parser.add_argument("--step-seconds", default="0.1,0.5,1,2")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("-o", "--output", type=Path, help="keep what was measured there, as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     recipe = load_recipe(options.recipe)
-    from composer_replication.cli.launch import least_intervals
-
-    intervals = least_intervals(recipe)
-    assert intervals is not None
-    rounds = options.rounds or len(intervals)
-    count, shared = recipe.fleet.replicas, MemoryStore("control")
-    members = [Replica(recipe, index, shared, rounds) for index in range(count)]
-    gate = threading.Barrier(count)
-    with ThreadPoolExecutor(count) as pool:
-        for future in [pool.submit(member.run, gate) for member in members]:
-            future.result()
-    preview = max(statistics.mean(member.preview_seconds[1:]) for member in members)
-    advance = max(statistics.mean(member.policy.seconds) for member in members)
-    norms = norm_seconds(options.elements, count, options.repeats)
-    control = preview + advance + norms
-    steps = statistics.mean(members[0].steps)
-    print(f"{recipe.name}: {count} replicas, {rounds} of {len(intervals)} rounds run, {steps:.0f} steps a round")
-    print(f"seconds a round and replica: preview {preview:.4f}, advance {advance:.5f}, norms {norms:.3f} "
-          f"({options.elements:,} elements), together {control:.3f}")  # fmt: skip
-    for text in options.step_seconds.split(","):
-        print(f"  with steps of {float(text):g} s: {control / (steps * float(text)):.4%} of the training time")
-    print(f"  0.5 % at steps of {control / (0.005 * steps):.4f} s")
-    totals = sum((member.after - member.before for member in members), Counter())
-    whole = sum(totals.values())
-    print(f"control bytes of a round, all replicas: written {totals['written'] / rounds:,.0f}, read "
-          f"{totals['read'] / rounds:,.0f}; {whole / rounds * len(intervals) / 2**20:.2f} MiB in {len(intervals)} "
-          "rounds")  # fmt: skip
+    kept = measure(recipe, elements=options.elements, rounds=options.rounds, repeats=options.repeats)
+    if options.output:
+        options.output.write_text(json.dumps(kept, indent=1) + "\n")
+    print("\n".join(table(kept)))
 
 
 if __name__ == "__main__":
