@@ -18,9 +18,11 @@ def test_the_old_file_stays_until_the_new_one_is_whole(
     path.write_text("old")
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(path.read_text()))
-    with written_whole(path, durable=durable) as draft:
-        draft.write_text("new")
-        assert draft.parent == tmp_path and path.read_text() == "old"
+    with path.open() as reader:
+        with written_whole(path, durable=durable) as draft:
+            draft.write_text("new")
+            assert draft.parent == tmp_path and path.read_text() == "old"
+        assert reader.read() == "old"  # another file has taken its place
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
     assert synced == (["old"] if durable else [])
 
