@@ -30,6 +30,7 @@ from composer_replication.cli.view import RunReader
 from composer_replication.cli.watch import Watch, allowed_failures
 from composer_replication.diloco.serverless.attach import attach
 from composer_replication.diloco.serverless.components import check_components
+from composer_replication.diloco.serverless.data_trial import try_data
 from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
 from composer_replication.diloco.serverless.groups import (
     check_store,
@@ -66,9 +67,11 @@ def launch(
     code = pack_code(recipe.executor.code) if remote and recipe.executor.code else None
     shown = _checked_with_places(recipe, code, dry_run=dry_run) if remote else []
     if dry_run:
+        read = try_data(recipe)
         print(to_yaml(recipe), end="")
         if shown:
             print(f"---\n{json.dumps(shown, indent=1, default=str)}")
+        print(f"# data: {read}")
         print(f"# fine: {intention(recipe)}. Nothing was started.")
         return 0
     store = open_places(recipe.store) if recipe.store.uri else None  # before a folder is made

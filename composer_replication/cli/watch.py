@@ -26,6 +26,7 @@ from composer_replication.diloco.serverless.local_process import LocalProcessExe
 from composer_replication.diloco.serverless.mixed import MixedExecutor
 from composer_replication.diloco.serverless.spec import ReplicaSpec
 from composer_replication.errors import ReplicationError
+from composer_replication.readable import duration
 from composer_replication.recipe import Recipe
 from composer_replication.store import ObjectStore
 
@@ -33,6 +34,7 @@ __all__ = ["Watch", "allowed_failures"]
 
 _LOOK_SECONDS = 0.5
 _LOOK_SECONDS_ELSEWHERE = 2.0
+_STARTING_SECONDS = 5.0  # after which it is said what a start waits for; then after twice as long, and so on
 _ENDING_SECONDS = 60.0  # beyond the grace time: what services take to say that a job has ended
 
 
@@ -66,6 +68,7 @@ class Watch:
         self._local = _processes(executor)
         self._remote = not isinstance(executor, LocalProcessExecutor)
         self._told: dict[int, int] = {}
+        self._tell_start_after = _STARTING_SECONDS
         self._seen = FleetView(title=recipe.name, rows=())
 
     def run(self, specs: list[ReplicaSpec], *, plain: bool) -> int:
@@ -113,7 +116,8 @@ class Watch:
                 self.handles = self.executor.poll(self.handles)
                 due = time.monotonic() + (self.executor.poll_seconds if self._remote else 0.0)
             self._tell_restarts(screen)
-            screen.show(self._view())
+            screen.show(view := self._view())
+            self._tell_start(screen, view)
             failed = [h.replica_id for h in self.handles if h.ended and h.state != "completed"]
             if len(failed) > allowed:
                 screen.say(f"replica {failed[0]} has failed; the others can't go on without it and are stopped")
@@ -131,6 +135,21 @@ class Watch:
                 ours = handle.restarts == handle.preemptions + handle.errors
                 allowed = f" of {_budgets(self.executor, handle.replica_id).all}" if ours else ""
                 screen.say(f"replica {handle.replica_id}: {why}; restart {handle.restarts}{allowed}")
+
+    def _tell_start(self, screen: Screen, view: FleetView) -> None:
+        """Before the first round closes: how long who has been starting, and how far it has come."""
+        seconds = time.monotonic() - self.began
+        own = {handle.replica_id: handle for handle in self.handles}
+        starting = [row.replica for row in view.rows if row.state in ("starting", "not seen") and row.replica in own]
+        if view.round or not starting or seconds < self._tell_start_after:
+            return
+        self._tell_start_after = 2 * seconds
+        who = f"replica {starting[0]} is" if len(starting) == 1 else f"{len(starting)} replicas are"
+        text = f"after {duration(seconds)} {who} starting: imports, the model and the data come before the first step"
+        if own[starting[0]].backend == "local":
+            last = [line.strip() for line in self._last_lines(own[starting[0]]) if line.strip()]
+            text += f" (replica {starting[0]}'s log: {last[-1] if last else 'nothing yet'})"
+        screen.say(text)
 
     def _view(self) -> FleetView:
         title = self.recipe.name

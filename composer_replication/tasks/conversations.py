@@ -13,7 +13,8 @@ from typing import Any
 
 from composer_replication.tasks.corpus import is_text
 from composer_replication.tasks.examples import Examples, Padded
-from composer_replication.tasks.sources import Source, load_tokenizer, padding_id
+from composer_replication.tasks.sizes import check_sizes
+from composer_replication.tasks.sources import Source, load_tokenizer, padding_id, two_sources
 from composer_replication.tasks.text import TextData
 
 __all__ = ["PLAIN_TEMPLATE", "conversations"]
@@ -49,6 +50,7 @@ def conversations(
     revision: str | None = None,
     dataset_revision: str | None = None,
     workers: int = 0,
+    trial: bool = False,
 ) -> TextData[Examples]:
     """Read conversations, `[{"role": ..., "content": ...}, ...]`, into examples of their own, padded batch by batch.
 
@@ -67,27 +69,31 @@ def conversations(
             tokenised by itself, as it is where a model answers.
         pad_token: what is padded with, for a tokenizer that has no padding token.
         revision, dataset_revision: of the tokenizer and of the data set, on the Hub.
+        trial: read no more than a first batch of each, to see that they can be read.
 
     Raises ValueError when a setting is out of range, when there is no such tokenizer or data, and, with file and row,
     for data of another format; StoreError while a store or the Hub doesn't answer.
     """
-    sizes = {"batch_size": (batch_size, 1), "validation_conversations": (validation_conversations, 1)}
-    for name, (value, least) in {**sizes, "context": (context, 2), "workers": (workers, 0)}.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    common: dict[str, Any] = {"field": field, "dataset": dataset, "config": config, "revision": dataset_revision}
-    train = Source(uri=uri, split=split, **common)
-    held = Source(uri=validation_uri, split=validation_split, **common)
-    encoder = load_tokenizer(tokenizer, revision)
+    held_batch = batch_size if validation_batch_size is None else validation_batch_size
+    check_sizes(
+        batch_size=batch_size, validation_batch_size=held_batch, validation_conversations=validation_conversations
+    )
+    check_sizes(2, context=context)
+    check_sizes(0, workers=workers)
+    train, held = two_sources(
+        (uri, split), (validation_uri, validation_split), dataset, config=config, field=field, revision=dataset_revision
+    )
+    encoder = load_tokenizer(tokenizer, revision, fetch=not trial)
     token = padding_id(encoder, tokenizer, pad_token)
     template = chat_template or encoder.chat_template or PLAIN_TEMPLATE
+    most = min(validation_conversations, held_batch) if trial else validation_conversations
     data = TextData(
-        train=_read(train, encoder, template, context, None),
-        validation=_read(held, encoder, template, context, validation_conversations),
+        train=_read(train, encoder, template, context, batch_size if trial else None),
+        validation=_read(held, encoder, template, context, most),
         batch_size=batch_size,
         workers=workers,
         collate=Padded(token),
-        validation_batch_size=validation_batch_size,
+        validation_batch_size=held_batch,
     )
     if len(data.train) < batch_size:
         raise ValueError(f"{train} gives {len(data.train)} valid conversations: too few for a batch of {batch_size}")

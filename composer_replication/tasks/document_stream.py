@@ -6,6 +6,7 @@ to one replica, and only that one turns it into tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from composer_replication.isolate import Identity, read_identity
 from composer_replication.tasks.corpus import is_text
 from composer_replication.tasks.examples import Examples, Padded, example_of
-from composer_replication.tasks.sources import Source, load_tokenizer, padding_id
+from composer_replication.tasks.sizes import check_sizes
+from composer_replication.tasks.sources import Source, load_tokenizer, padding_id, two_sources
 from composer_replication.tasks.streams import Place, Stream, StreamLoader
 from composer_replication.tasks.text import Collate, Windows
 
@@ -69,14 +71,13 @@ class DocumentData:
     workers: int
     collate: Collate
     validation_collate: Collate | None
-    validation_batch_size: int | None = None
+    validation_batch_size: int
 
     def train_dataloader(self) -> StreamLoader:
         return StreamLoader(self.train, batch_size=self.batch_size, collate=self.collate, workers=self.workers)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        size = self.validation_batch_size or self.batch_size
-        return DataLoader(self.validation, batch_size=size, collate_fn=self.validation_collate)
+        return DataLoader(self.validation, batch_size=self.validation_batch_size, collate_fn=self.validation_collate)
 
 
 def document_stream(
@@ -98,6 +99,7 @@ def document_stream(
     revision: str | None = None,
     dataset_revision: str | None = None,
     workers: int = 0,
+    trial: bool = False,
 ) -> DocumentData:
     """Stream documents, each replica its own, over and over again; the first of others are kept for validation.
 
@@ -112,28 +114,30 @@ def document_stream(
         validation_documents: the first so many, each whole with `pack`, else cut to `context`.
         pad_token: what is padded with, for a tokenizer that has no padding token. Not needed with `pack`.
         revision, dataset_revision: of the tokenizer and of the data set, on the Hub.
+        trial: the first documents, whoever this process is, and no more for validation than a batch takes.
 
     Raises ValueError when a setting is out of range or when there is no such tokenizer or data, StoreError while a
     store or the Hub doesn't answer, RecipeError without `transformers` or `datasets`.
     """
-    sizes = {"batch_size": (batch_size, 1), "validation_documents": (validation_documents, 1), "workers": (workers, 0)}
-    for name, (value, least) in {**sizes, "context": (context, 2)}.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    common: dict[str, Any] = {"field": field, "dataset": dataset, "config": config, "revision": dataset_revision}
-    source = Source(uri=uri, split=split, **common)
-    held = Source(uri=validation_uri, split=validation_split, **common)
-    encoder = load_tokenizer(tokenizer, revision)
+    held_batch = batch_size if validation_batch_size is None else validation_batch_size
+    check_sizes(batch_size=batch_size, validation_batch_size=held_batch, validation_documents=validation_documents)
+    check_sizes(2, context=context)
+    check_sizes(0, workers=workers)
+    source, held = two_sources(
+        (uri, split), (validation_uri, validation_split), dataset, config=config, field=field, revision=dataset_revision
+    )
+    encoder = load_tokenizer(tokenizer, revision, fetch=not trial)
     padded = None if pack else Padded(padding_id(encoder, tokenizer, pad_token), context)
-    train = DocumentStream(source, encoder, context=context, pack=pack, identity=read_identity())
+    identity = Identity(replica=0, replicas=1) if trial else read_identity()
+    train = DocumentStream(source, encoder, context=context, pack=pack, identity=identity)
     return DocumentData(
         train=train,
-        validation=_validation(held, encoder, context, pack, validation_documents),
+        validation=_validation(held, encoder, context, pack, validation_documents, held_batch if trial else None),
         batch_size=batch_size,
         workers=workers,
         collate=padded or _stacked,
         validation_collate=None if padded is None else Padded(padded.token),
-        validation_batch_size=validation_batch_size,
+        validation_batch_size=held_batch,
     )
 
 
@@ -151,8 +155,17 @@ def _tokens(encoder: Any, text: str) -> list[int]:
     return ids if encoder.eos_token_id is None else [*ids, encoder.eos_token_id]
 
 
-def _validation(source: Source, encoder: Any, context: int, pack: bool, count: int) -> Dataset[dict[str, Tensor]]:
-    found = [_tokens(encoder, text) for text in islice(_texts(source, (0, 1)), count)]
+def _validation(
+    source: Source, encoder: Any, context: int, pack: bool, count: int, examples: int | None
+) -> Dataset[dict[str, Tensor]]:
+    """Of so many documents, or, of fewer, as many as so many examples take."""
+    found: list[list[int]] = []
+    enough = math.inf if examples is None else examples * context + 1 if pack else examples
+    for text in islice(_texts(source, (0, 1)), count):
+        found.append(_tokens(encoder, text))
+        enough -= len(found[-1]) if pack else len(found[-1]) > 1
+        if enough <= 0:
+            break
     data: Any
     if pack:
         data = Windows(torch.tensor([token for tokens in found for token in tokens], dtype=torch.int32), context)

@@ -16,7 +16,7 @@ from composer_replication.errors import RecipeError
 from composer_replication.tasks.causal_lm import load_error, transformers_module
 from composer_replication.tasks.corpus import rows
 
-__all__ = ["Source", "load_tokenizer", "padding_id"]
+__all__ = ["Source", "load_tokenizer", "padding_id", "two_sources"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,22 @@ class Source:
             raise load_error(self.dataset, "data set", error) from error
 
 
-def load_tokenizer(path: str, revision: str | None = None) -> Any:
-    """Raises ValueError for what can't be loaded, StoreError while the Hub can't be reached."""
+def two_sources(
+    train: tuple[str | None, str], held: tuple[str | None, str], dataset: str | None, **common: Any
+) -> tuple[Source, Source]:
+    """Of (uri, split) to train on and for validation. Raises ValueError for what is missing, or given twice."""
+    first = Source(uri=train[0], split=train[1], dataset=dataset, **common)
+    if dataset is None and held[0] is None:
+        raise ValueError("validation_uri is missing: files for validation, of which the first rows are taken")
+    return first, Source(uri=held[0], split=held[1], dataset=dataset, **common)
+
+
+def load_tokenizer(path: str, revision: str | None = None, *, fetch: bool = True) -> Any:
+    """Raises ValueError for what can't be loaded, StoreError while the Hub can't be reached, or, without `fetch`, for
+    what this machine's cache doesn't have."""
     where: dict[str, Any] = {"revision": revision} if revision else {}
+    if not fetch:
+        where["local_files_only"] = True
     try:
         return transformers_module().AutoTokenizer.from_pretrained(path, **where)
     except (OSError, ValueError, KeyError) as error:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from composer_replication.tasks.sizes import check_sizes
+
 __all__ = ["Windows", "ResumableLoader", "TextData", "text_bytes"]
 
 # Installed packages aren't the standard library; tests and tables of characters would crowd out prose and code.
@@ -126,10 +128,7 @@ def text_bytes(
 
     Raises ValueError when a setting is out of range or when there is too little text for one batch.
     """
-    sizes = {"context": context, "batch_size": batch_size, "max_bytes": max_bytes, "validation_bytes": validation_bytes}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_sizes(context=context, batch_size=batch_size, max_bytes=max_bytes, validation_bytes=validation_bytes)
     root = Path(path).expanduser() if path is not None else Path(sysconfig.get_paths()["stdlib"])
     if root.is_file():
         whole = root.read_bytes()[: max_bytes + validation_bytes]

@@ -16,6 +16,7 @@ import torch
 
 from composer_replication.tasks import DATA_URI
 from composer_replication.tasks.corpus import documents
+from composer_replication.tasks.sizes import check_sizes
 from composer_replication.tasks.sources import load_tokenizer
 from composer_replication.tasks.text import TextData, Windows
 
@@ -38,6 +39,7 @@ def text_lm(
     validation_tokens: int = 1 << 18,
     revision: str | None = None,
     workers: int = 0,
+    trial: bool = False,
 ) -> TextData[Windows]:
     """Read documents into training and validation windows of tokens.
 
@@ -50,6 +52,7 @@ def text_lm(
         max_tokens: stop reading here. A cap, not a demand; four bytes of memory each.
         validation_tokens: the last of them, for validation; a sixteenth of all at most.
         revision: of the tokenizer, on the Hub.
+        trial: read no more than a first batch takes, to see that it can be read.
 
     Documents follow one another with the tokenizer's end-of-text token in between.
 
@@ -62,17 +65,18 @@ def text_lm(
             f"there is no text to train on: set {DATA_URI} in the environment, or data.args.uri, to a file or a folder "
             "of .txt, .jsonl or .parquet files (file:///data/text, s3://bucket/text)"
         )
-    sizes = {"context": 1 if context is None else context, "batch_size": batch_size, "max_tokens": max_tokens}
-    for name, value in {**sizes, "validation_tokens": validation_tokens}.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    encoder = load_tokenizer(tokenizer, revision)
+    check_sizes(context=context, batch_size=batch_size, max_tokens=max_tokens, validation_tokens=validation_tokens)
+    encoder = load_tokenizer(tokenizer, revision, fetch=not trial)
     longest = int(min(encoder.model_max_length, 2**62))  # some tokenizers know none, and say 1e30
     if context is None:
         context = min(longest, _LONGEST_CONTEXT)
     elif context > longest:
         raise ValueError(f"context must be at most the tokenizer's longest, {longest}, got {context}")
-    tokens = _read(encoder, uri, field, max_tokens)
+    # Of which a sixteenth is a window for validation, and the rest a batch.
+    enough = max(16 * (context + 1), 2 * (batch_size * context + 1)) if trial else max_tokens
+    tokens = _read(encoder, uri, field, min(max_tokens, enough))
+    if len(tokens) == max_tokens:
+        logger.warning("%s: reading stops after %d tokens (max_tokens)", uri.partition("?")[0], max_tokens)
     cut = len(tokens) - min(validation_tokens, len(tokens) // 16)
     data = TextData(
         train=Windows(tokens[:cut], context),
@@ -92,7 +96,7 @@ def _read(encoder: Any, uri: str, field: str, most: int) -> torch.Tensor:
     """Token ids, int32, one dimension."""
     parts: list[np.ndarray] = []
     total = 0
-    for batch in _batches(documents(uri, field=field)):
+    for batch in _batches(documents(uri, field=field), min(_BATCH_CHARACTERS, 8 * most)):
         texts = [text for text, _ in batch]
         ids = encoder(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         for one, (_, ends) in zip(ids, batch, strict=True):
@@ -101,19 +105,18 @@ def _read(encoder: Any, uri: str, field: str, most: int) -> torch.Tensor:
             parts.append(np.asarray(one, dtype=np.int32))
             total += len(one)
         if total >= most:
-            logger.warning("%s: reading stops after %d tokens (max_tokens)", uri.partition("?")[0], most)
             break
     joined = np.concatenate(parts)[:most] if parts else np.zeros(0, dtype=np.int32)
     return torch.from_numpy(joined)
 
 
-def _batches(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+def _batches(pieces: Iterator[tuple[str, bool]], characters: int) -> Iterator[list[tuple[str, bool]]]:
     batch: list[tuple[str, bool]] = []
     size = 0
     for text, ends in pieces:
         batch.append((text, ends))
         size += len(text)
-        if size >= _BATCH_CHARACTERS:
+        if size >= characters:
             yield batch
             batch, size = [], 0
     if batch:

@@ -118,7 +118,7 @@ def test_a_batch_is_padded_to_its_longest_and_only_what_isn_t_padding_counts(
     model: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     rows = [conversation("Hi", "y" * n) for n in (1, 9, 4, 2, 30)]
-    data = read(model, rows, tmp_path, batch_size=2, name="rows.parquet")
+    data = read(model, rows, tmp_path, batch_size=2, validation_batch_size=5, name="rows.parquet")
     lengths = [len(data.train[i]["input_ids"]) for i in range(len(rows))]
     batches = list(data.train_dataloader())
     assert len(batches) == 2  # the last one, of one conversation, is dropped
@@ -129,10 +129,10 @@ def test_a_batch_is_padded_to_its_longest_and_only_what_isn_t_padding_counts(
         assert int(count_tokens(batch)) == int(mask.sum())
         assert (batch["input_ids"][mask == 0] == tokenizer.convert_tokens_to_ids(END)).all()
         assert (batch["labels"][mask == 0] == IGNORED).all()
-    (whole,) = (
-        data.val_dataloader() if data.validation_batch_size else [data.collate([data.train[i] for i in range(5)])]
-    )
+    (whole,) = data.val_dataloader()  # validation's batches have a size of their own
     assert int(count_tokens(whole)) == sum(lengths) == data.train.tokens
+    usual = read(model, rows, tmp_path, batch_size=2, name="rows.parquet")
+    assert [len(batch["labels"]) for batch in usual.val_dataloader()] == [2, 2, 1]
 
 
 def test_padding_changes_no_loss(model: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from composer_replication.isolate import REPLICA, REPLICAS, Identity
 from composer_replication.lightning.data import unsharded_reason
 from composer_replication.tasks.document_stream import DocumentData, document_stream
 from composer_replication.tasks.next_token import IGNORED
+from composer_replication.tasks.sources import Source
 from composer_replication.tasks.streams import StreamLoader
 from tests.support.language_model import save_language_model
 from tests.support.rows import write_documents, write_rows
@@ -110,6 +112,20 @@ def test_every_document_goes_to_one_replica(
     )
 
 
+def test_files_are_dealt_whole_by_number_where_there_are_enough(folder: Path) -> None:
+    """Those of replica r are the r-th, (r + N)-th, ... in the order of a hash of their names; else it's rows."""
+    names = [f"train.{part}.jsonl" for part in range(4)]
+    ordered = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
+    assert ordered != names
+    source = Source(uri=str(folder), field="text")
+    for replica in range(2):
+        places = [where for where, _ in source.rows((replica, 2))]
+        wanted = [f"{folder}/{name}, line {line}" for name in ordered[replica::2] for line in range(1, 7)]
+        assert places == wanted
+    every = [f"{folder}/{name}, line {line}" for name in ordered for line in range(1, 7)]
+    assert [where for where, _ in source.rows((1, 3))] == every[1::3]
+
+
 def stream_alone(model: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> DocumentData:
     place(monkeypatch, 0, 1)
     return stream(model, folder, pack=False)
@@ -185,7 +201,8 @@ def test_a_data_set_by_name_is_dealt_by_datasets(
         ({"context": 1}, "context must be at least 2, got 1"),
         ({"workers": -1}, "workers must be at least 0, got -1"),
         ({"pack": False, "pad_token": None}, "pad_token is missing: the tokenizer .* has no padding token"),
-        ({"validation_uri": None}, "not neither"),
+        ({"validation_uri": None}, "validation_uri is missing: files for validation"),
+        ({"uri": None, "validation_uri": None}, "not neither"),
         ({"context": 2000}, "gives no example of up to 2000 tokens for validation"),
         ({"field": "body"}, r"line 1 has no field 'body' \(it has text\)"),
         ({"dataset": "x"}, "not both"),
