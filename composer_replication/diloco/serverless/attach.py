@@ -33,15 +33,23 @@ def launched_recipe(uri: str) -> Recipe | None:
 def attach(uri: str) -> tuple[Any, list[ReplicaHandle]]:
     """(an executor for the run's jobs, their handles). Raises ExecutorError if nothing was launched from here."""
     store = open_store(uri, create=False)
-    handles = list(Marks(store).handles())
-    if not handles:
+    marks = Marks(store)
+    handles = list(marks.handles())
+    if not handles and not marks.jobs():
         raise ExecutorError(
             f"{store.uri} knows of no jobs. Replicas that `launch` runs as processes of its own machine write "
             "replica-N/log.txt in the run's folder there; Ctrl-C or SIGTERM to the launcher stops them"
         )
     recipe = launched_recipe(uri)
+    if recipe is None and not handles:
+        raise ExecutorError(
+            f"{store.uri} holds words of {', '.join(marks.jobs().values())}, and nothing on where they run: attach to "
+            "them with the executor that launched them"
+        )
     executor = mixed_executor(recipe) if recipe is not None else _by_name(handles)
-    attached = {handle.replica_id for handle in executor.attach(uri)}
+    attached = {handle.replica_id: handle for handle in executor.attach(uri)}
+    known = {handle.replica_id for handle in handles}
+    handles = sorted([*handles, *(h for r, h in attached.items() if r not in known)], key=lambda h: h.replica_id)
     if lost := [handle for handle in handles if handle.replica_id not in attached]:
         # The newest launch was elsewhere; these are of one before it.
         executor = MixedExecutor([*_groups(executor), *_groups(_by_name(lost))])

@@ -23,6 +23,7 @@ __all__ = [
     "BackendUnavailable",
     "BaseExecutor",
     "CollectTimeout",
+    "JobGone",
     "QuotaExceeded",
     "ServerlessExecutor",
 ]
@@ -36,6 +37,10 @@ class CollectTimeout(ExecutorError, TimeoutError):
 
 class QuotaExceeded(ExecutorError):
     """The back end takes no more now: too many requests, or no capacity. Worth another try, later."""
+
+
+class JobGone(ExecutorError):
+    """The back end knows no job of this id: it was deleted, or belongs to another account."""
 
 
 class BackendUnavailable(ExecutorError):

@@ -19,9 +19,9 @@ from typing import Any
 
 from composer_replication.diloco.serverless.backends.azure import SCOPE, RunHistory, later, quietly, told
 from composer_replication.diloco.serverless.backends.azure_states import STATES, explained
-from composer_replication.diloco.serverless.backends.client import check_known, client_module
+from composer_replication.diloco.serverless.backends.client import check_known, client_module, stop_if_running
 from composer_replication.diloco.serverless.backends.tail import tail
-from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
+from composer_replication.diloco.serverless.executor import BackendUnavailable, JobGone, QuotaExceeded
 from composer_replication.diloco.serverless.handle import ENDED
 from composer_replication.diloco.serverless.jobs.encoded import encoded
 from composer_replication.diloco.serverless.jobs.job import Job, Seen
@@ -233,7 +233,7 @@ class AzureMLExecutor(JobExecutor):
     def look(self, job_id: str) -> Seen:
         job = self._get(job_id)
         if job is None:
-            raise ExecutorError(f"azure_ml has no job {job_id!r} in {self.scope[2]}: was it deleted?")
+            raise JobGone(f"azure_ml has no job {job_id!r} in {self.scope[2]}: was it deleted?")
         native = str(getattr(job.status, "value", job.status))
         seen = Seen(STATES.get(native, "running"), native, log_url=getattr(job, "studio_url", None))
         if native == "NotResponding":
@@ -253,12 +253,11 @@ class AzureMLExecutor(JobExecutor):
         return replace(seen, state="preempted", reason=f"no heartbeat for {silent:.0f} s: its machine is lost")
 
     def stop_job(self, job_id: str) -> None:
-        try:
-            told(lambda: self.api.jobs.begin_cancel(job_id, polling=False))
-        except ExecutorError:
+        def running() -> bool:
             job = self._get(job_id)
-            if job is not None and STATES.get(str(getattr(job.status, "value", job.status))) not in ENDED:
-                raise
+            return job is not None and STATES.get(str(getattr(job.status, "value", job.status))) not in ENDED
+
+        stop_if_running(lambda: told(lambda: self.api.jobs.begin_cancel(job_id, polling=False)), running)
 
     def follow(self, job_id: str) -> Iterator[str]:
         output = self.history.output(job_id)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from composer_replication.diloco.serverless.backends.client import check_known, client_module
-from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
+from composer_replication.diloco.serverless.backends.client import answer, check_known, client_module, stop_if_running
+from composer_replication.diloco.serverless.executor import BackendUnavailable, JobGone, QuotaExceeded
 from composer_replication.diloco.serverless.jobs.job import Job, Seen
 from composer_replication.diloco.serverless.jobs.job_executor import JobExecutor
 from composer_replication.errors import ExecutorError
@@ -94,6 +94,8 @@ class HFJobsExecutor(JobExecutor):
             raise ValueError(f"{self.backend_name} needs an image, such as 'pytorch/pytorch:2.9.1-cuda12.8-cudnn9'")
         _ = self.namespace  # a missing or expired token is found out here
         check_known("flavor", self.flavor, self.hardware)
+        for place, source in self.volumes.items():
+            _volume(place, source)
 
     def payload(self, job: Job) -> dict[str, Any]:
         values: dict[str, Any] = {
@@ -132,11 +134,10 @@ class HFJobsExecutor(JobExecutor):
         return Seen(STATES.get(native, "pending"), native, message, timed_out=late, log_url=info.url)
 
     def stop_job(self, job_id: str) -> None:
-        try:
-            _told(lambda: self.api.cancel_job(job_id=job_id, namespace=self.namespace))
-        except ExecutorError:
-            if self.look(job_id).state in ("pending", "running"):
-                raise
+        stop_if_running(
+            lambda: _told(lambda: self.api.cancel_job(job_id=job_id, namespace=self.namespace)),
+            lambda: self.look(job_id).state in ("pending", "running"),
+        )
 
     def follow(self, job_id: str) -> Iterator[str]:
         try:
@@ -157,10 +158,7 @@ def _volume(place: str, source: str) -> dict[str, Any]:
 
 
 def _told(call: Any) -> Any:
-    try:
-        return call()
-    except Exception as error:
-        raise _translated(error) from error
+    return answer(call, _translated)
 
 
 def _translated(error: Exception) -> Exception:
@@ -172,7 +170,7 @@ def _translated(error: Exception) -> Exception:
         set_by = "HF_TOKEN" if os.environ.get("HF_TOKEN") else "no HF_TOKEN is set"
         return ExecutorError(f"Hugging Face Jobs refuses the token ({set_by}): {words}")
     if status is not None and status < 500:
-        return ExecutorError(f"Hugging Face Jobs: {words}")
-    if status is not None or isinstance(error, OSError) or "httpx" in type(error).__module__:
-        return BackendUnavailable(f"Hugging Face Jobs: {words}")
-    return error
+        return (JobGone if status == 404 else ExecutorError)(f"Hugging Face Jobs: {words}")
+    if status is None and not isinstance(error, OSError) and "httpx" not in type(error).__module__:
+        words = f"an answer that its client can't read ({type(error).__name__}: {words})"
+    return BackendUnavailable(f"Hugging Face Jobs: {words}")

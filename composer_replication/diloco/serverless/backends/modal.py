@@ -15,11 +15,12 @@ from functools import cached_property
 from typing import Any
 
 from composer_replication import __version__
-from composer_replication.diloco.serverless.backends.client import check_known, client_module
-from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
+from composer_replication.diloco.serverless.backends.client import answer, check_known, client_module
+from composer_replication.diloco.serverless.executor import BackendUnavailable, JobGone, QuotaExceeded
 from composer_replication.diloco.serverless.jobs.job import Job, Seen
 from composer_replication.diloco.serverless.jobs.job_executor import JobExecutor
 from composer_replication.errors import ExecutorError
+from composer_replication.store.clients import extra_of
 from composer_replication.store.location import kind_of
 
 __all__ = ["ModalExecutor"]
@@ -30,7 +31,6 @@ GPUS += ("H100", "H100!", "H200", "B200", "B200+", "B300")
 MOST_GPUS = 8
 PYTHON = "3.12"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,63}")
-STORE_EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "hf": "hf"}
 
 
 class ModalExecutor(JobExecutor):
@@ -246,10 +246,7 @@ class ModalExecutor(JobExecutor):
         return self._told(lambda: self.modal.Sandbox.from_id(job_id, client=self.client))
 
     def _told(self, call: Any) -> Any:
-        try:
-            return call()
-        except Exception as error:
-            raise self._translated(error) from error
+        return answer(call, self._translated)
 
     def _translated(self, error: Exception) -> Exception:
         kinds = self.modal.exception
@@ -258,6 +255,7 @@ class ModalExecutor(JobExecutor):
             kinds.AuthError: ExecutorError,
             kinds.ResourceExhaustedError: QuotaExceeded,
             kinds.AlreadyExistsError: _NameTaken,
+            kinds.NotFoundError: JobGone,
             kinds.SandboxTerminatedError: _Terminated,
             kinds.SandboxTimeoutError: _TimedOut,
             kinds.ServiceError: BackendUnavailable,
@@ -288,6 +286,6 @@ def packages(job: Job) -> list[str]:
     """What pip installs into the default image: this package with what the job's trainer and store need."""
     settings = dict(word[2:].split("=", 1) for word in job.command if word.startswith("--") and "=" in word)
     trainer = "composer" if "composer.cli" in job.command else "lightning"
-    store = STORE_EXTRAS.get(kind_of(settings["rendezvous-uri"]))
+    store = extra_of(kind_of(settings["rendezvous-uri"]))
     extras = ",".join(filter(None, [trainer, "recipe", "safetensors", store]))
     return [f"composer-replication[{extras}]=={__version__}", "transformers"]

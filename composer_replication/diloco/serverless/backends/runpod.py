@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from functools import cached_property
 from typing import Any
 
-from composer_replication.diloco.serverless.backends.client import check_known
+from composer_replication.diloco.serverless.backends.client import check_known, stop_if_running
 from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
 from composer_replication.diloco.serverless.exit_codes import again
 from composer_replication.diloco.serverless.jobs.container import BEAT_SECONDS
@@ -216,12 +216,8 @@ class RunPodExecutor(JobExecutor):
 
     def stop_job(self, job_id: str) -> None:
         pod = {"podId": job_id.partition("@")[0]}
-        try:
-            # A pod with a network volume can't be stopped, only deleted.
-            self._ask(TERMINATE if self.network_volume else STOP, input=pod)
-        except ExecutorError:
-            if self.look(job_id).state in ("pending", "running"):
-                raise
+        query = TERMINATE if self.network_volume else STOP  # a pod with a network volume can only be deleted
+        stop_if_running(lambda: self._ask(query, input=pod), lambda: self.look(job_id).state in ("pending", "running"))
 
     def follow(self, job_id: str) -> Iterator[str]:
         """Nothing: the output is in the store."""
@@ -240,7 +236,7 @@ def ask(
 
     `hidden` are secrets among the variables: GraphQL's errors quote the values that they refuse.
     """
-    key = os.environ.get("RUNPOD_API_KEY")
+    key = os.environ.get("RUNPOD_API_KEY", "").strip()  # a file's last line break is no part of it
     if not key:
         raise ExecutorError("RunPod: RUNPOD_API_KEY isn't set; make a key in the console's settings")
     base = endpoint or os.environ.get("RUNPOD_API_BASE_URL") or "https://api.runpod.io"
@@ -261,9 +257,14 @@ def ask(
             raise _refusal(error.code, masked(error.read().decode("utf-8", errors="replace"), hidden)) from None
     except (OSError, ValueError) as error:
         raise BackendUnavailable(f"RunPod: {error}") from error
-    if answer.get("errors"):
-        raise _refusal(200, masked("; ".join(str(one.get("message", one)) for one in answer["errors"]), hidden))
-    return answer["data"]
+    try:
+        errors = [str(one.get("message", one)) for one in answer.get("errors") or ()]
+        data = None if errors else {**answer["data"]}
+    except (AttributeError, LookupError, TypeError):
+        raise BackendUnavailable(f"RunPod answers what isn't GraphQL: {masked(str(answer)[:200], hidden)}") from None
+    if data is None:
+        raise _refusal(200, masked("; ".join(errors), hidden))
+    return data
 
 
 def _refusal(status: int, text: str) -> ExecutorError:

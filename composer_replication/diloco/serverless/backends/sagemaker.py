@@ -18,10 +18,10 @@ from functools import cached_property
 from typing import Any
 
 from composer_replication.diloco.serverless.backends.aws import refusals, told
-from composer_replication.diloco.serverless.backends.client import check_known, client_module
+from composer_replication.diloco.serverless.backends.client import check_known, client_module, stop_if_running
 from composer_replication.diloco.serverless.backends.cloudwatch import Log
 from composer_replication.diloco.serverless.backends.tail import tail
-from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
+from composer_replication.diloco.serverless.executor import BackendUnavailable, JobGone, QuotaExceeded
 from composer_replication.diloco.serverless.handle import ENDED, ReplicaHandle, ReplicaResult
 from composer_replication.diloco.serverless.jobs.encoded import encoded
 from composer_replication.diloco.serverless.jobs.job import Job, Seen
@@ -212,7 +212,7 @@ class SageMakerExecutor(JobExecutor):
     def look(self, job_id: str) -> Seen:
         info = self._describe(job_id)
         if not info:
-            raise ExecutorError(f"sagemaker has no job {job_id!r}: was it deleted, or is it another region's?")
+            raise JobGone(f"sagemaker has no job {job_id!r}: was it deleted, or is it another region's?")
         status, detail = info["TrainingJobStatus"], info["SecondaryStatus"]
         why = info.get("FailureReason", "")
         code = _EXIT_CODE.search(why)
@@ -230,12 +230,10 @@ class SageMakerExecutor(JobExecutor):
         )
 
     def stop_job(self, job_id: str) -> None:
-        try:
-            told(lambda: self.api.stop_training_job(TrainingJobName=job_id))
-        except ExecutorError:
-            info = self._describe(job_id)
-            if info and info["TrainingJobStatus"] == "InProgress":
-                raise
+        stop_if_running(
+            lambda: told(lambda: self.api.stop_training_job(TrainingJobName=job_id)),
+            lambda: self._describe(job_id).get("TrainingJobStatus") == "InProgress",
+        )
 
     def follow(self, job_id: str) -> Iterator[str]:
         log = Log(self.logs, LOG_GROUP, f"{job_id}/")  # a stream for each start

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from composer_replication.diloco.serverless.backends.client import check_known, client_module
+from composer_replication.diloco.serverless.backends.client import answer, check_known, client_module, stop_if_running
 from composer_replication.diloco.serverless.backends.pods import literal
 from composer_replication.diloco.serverless.backends.tail import tail
 from composer_replication.diloco.serverless.backends.vertex_logs import Entries
 from composer_replication.diloco.serverless.backends.vertex_states import seen
-from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
+from composer_replication.diloco.serverless.executor import BackendUnavailable, JobGone, QuotaExceeded
 from composer_replication.diloco.serverless.jobs.encoded import encoded
 from composer_replication.diloco.serverless.jobs.job import Job, Seen
 from composer_replication.diloco.serverless.jobs.job_executor import JobExecutor
@@ -212,11 +212,10 @@ class VertexExecutor(JobExecutor):
         return seen(_told(lambda: self.api.get_custom_job(name=job_id)))
 
     def stop_job(self, job_id: str) -> None:
-        try:
-            _told(lambda: self.api.cancel_custom_job(name=job_id))
-        except ExecutorError:
-            if self.look(job_id).state in ("pending", "running"):
-                raise
+        stop_if_running(
+            lambda: _told(lambda: self.api.cancel_custom_job(name=job_id)),
+            lambda: self.look(job_id).state in ("pending", "running"),
+        )
 
     def follow(self, job_id: str) -> Iterator[str]:
         known: set[str] = set()
@@ -241,10 +240,7 @@ class VertexExecutor(JobExecutor):
 
 
 def _told(call: Any) -> Any:
-    try:
-        return call()
-    except Exception as error:
-        raise translated(error) from error
+    return answer(call, translated)
 
 
 def translated(error: Exception) -> Exception:
@@ -255,7 +251,7 @@ def translated(error: Exception) -> Exception:
     if status == 429:
         return QuotaExceeded(f"Vertex AI: {words}")
     if isinstance(status, int) and status < 500:
-        return ExecutorError(f"Vertex AI: {words}")
+        return (JobGone if status == 404 else ExecutorError)(f"Vertex AI: {words}")
     if isinstance(status, int) or isinstance(error, OSError) or kind.startswith("google."):
         return BackendUnavailable(f"Vertex AI: {words}")
     return error

@@ -6,23 +6,24 @@ replica's jobs are numbered; their names follow from the store's URI, so that no
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from composer_replication.diloco.serverless.executor import BackendUnavailable, BaseExecutor
+from composer_replication.diloco.serverless.executor import BackendUnavailable, BaseExecutor, JobGone, QuotaExceeded
 from composer_replication.diloco.serverless.handle import ReplicaHandle, ReplicaResult, preemption_metrics
 from composer_replication.diloco.serverless.jobs.container import RECIPE
 from composer_replication.diloco.serverless.jobs.job import Job, Seen, job_name, masked, run_slug
 from composer_replication.diloco.serverless.jobs.marks import Marks
-from composer_replication.diloco.serverless.jobs.verdict import Budgets, judge, next_job
+from composer_replication.diloco.serverless.jobs.verdict import SILENT_SECONDS, Budgets, judge, next_job
 from composer_replication.diloco.serverless.spec import ReplicaSpec, check_fleet, replica_command
 from composer_replication.errors import ExecutorError, ReplicationError
 from composer_replication.recipe.credentials import looks_secret
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 IMAGE = "COMPOSER_REPLICATION_IMAGE"
 CONTAINER = "composer_replication.diloco.serverless.jobs.container"
+_T = TypeVar("_T")
 _MOST_BROKEN = 5  # connections one after another, for the output of a job that has ended
 
 
@@ -239,7 +241,10 @@ class JobExecutor(BaseExecutor):
                     return self._saved(known)
             elif not known.ended:
                 logger.warning("replica %d had a job on %s, which may still run", spec.replica_id, known.backend)
-        first = 0 if known is None or not known.job_id else known.submission + 1
+        if known is None:  # or what is there can't be read
+            first = int(marks.jobs().get(spec.replica_id, "-0").rpartition("-")[2])
+        else:
+            first = known.submission + 1 if known.job_id else 0
         return self._begin(spec, ReplicaHandle(spec.replica_id, self.backend_name, "", submission=first))
 
     def _begin(self, spec: ReplicaSpec, handle: ReplicaHandle) -> ReplicaHandle:
@@ -250,7 +255,7 @@ class JobExecutor(BaseExecutor):
             marks.send(Path(spec.recipe).read_bytes())
         if self.code is not None:
             marks.send(self.code)
-        job_id = self.find_job(job)
+        job_id = self._asked(self.find_job, job)
         if job_id and self._forgotten(job_id, job, marks):
             return self._begin(spec, replace(handle, submission=handle.submission + 1))
         begun = replace(
@@ -274,16 +279,29 @@ class JobExecutor(BaseExecutor):
     def _sent(self, job: Job) -> str:
         """`submit_job`. A service may quote a request that it refuses: what it says ends up in handles and logs."""
         try:
-            return self.submit_job(job)
+            return self._asked(self.submit_job, job)
         except ExecutorError as error:
             words = masked(str(error), job.secrets.values())
             if words == str(error):
                 raise
             raise type(error)(words) from None
 
+    def _asked(self, call: Callable[[Any], _T], about: Any) -> _T:
+        """What the service says. An answer that its client stumbles over, such as a proxy's page, is none."""
+        try:
+            return call(about)
+        except (OSError, ReplicationError):
+            raise
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}"
+            raise BackendUnavailable(f"{self.backend_name} answers what its client can't read ({words})") from error
+
     def _forgotten(self, job_id: str, job: Job, marks: Marks) -> bool:
         """Is this an ended job of which the store knows nothing: of a run whose store was cleared since?"""
-        return self.look(job_id).state not in ("pending", "running") and marks.read(job.replica, job.name) is None
+        return (
+            self._asked(self.look, job_id).state not in ("pending", "running")
+            and marks.read(job.replica, job.name) is None
+        )
 
     # -- watching ------------------------------------------------------------------------------------------------------
 
@@ -296,8 +314,29 @@ class JobExecutor(BaseExecutor):
         return self._marks
 
     def attach(self, rendezvous_uri: str) -> list[ReplicaHandle]:
-        """The handles of the replicas that some launcher started on this back end."""
-        return [one for one in self.marks(rendezvous_uri).handles() if one.backend == self.backend_name]
+        """The handles of the replicas that some launcher started on this back end, and of the jobs that it could no
+        longer write down: replicas tell of themselves, and a job is found by its name."""
+        marks = self.marks(rendezvous_uri)
+        handles = {one.replica_id: one for one in marks.handles()}
+        for replica, name in marks.jobs().items():
+            if replica not in handles and (found := self._found(replica, name)):
+                handles[replica] = found
+        return [one for _, one in sorted(handles.items()) if one.backend == self.backend_name]
+
+    def _found(self, replica: int, name: str) -> ReplicaHandle | None:
+        run, _, number = name.rpartition("-r")
+        job = Job(name, run, replica, int(number.partition("-")[2]), command=())
+        try:
+            job_id = self._asked(self.find_job, job)
+        except (OSError, ReplicationError) as error:
+            logger.warning("replica %d has no handle in the store, and %s", replica, error)
+            return None
+        if job_id is None:
+            return None
+        attempt = job.submission + 1
+        return ReplicaHandle(
+            replica, self.backend_name, job_id, state="pending", attempt=attempt, name=name, submission=job.submission
+        )
 
     def poll(self, handles: list[ReplicaHandle]) -> list[ReplicaHandle]:
         with ThreadPoolExecutor(max(1, min(8, len(handles)))) as pool:
@@ -332,7 +371,10 @@ class JobExecutor(BaseExecutor):
 
     def _look_at(self, handle: ReplicaHandle) -> ReplicaHandle:
         marks = self.marks()
-        seen = self.look(handle.job_id)
+        try:
+            seen = self._asked(self.look, handle.job_id)
+        except JobGone as error:
+            seen = self._gone(handle, error)
         final = seen.timed_out and self.time_limit_seconds < self.longest_seconds  # the user's limit, not the service's
         if seen.timed_out:
             seen = replace(
@@ -344,6 +386,15 @@ class JobExecutor(BaseExecutor):
         asked = seen.state in ("failed", "preempted", "cancelled", "completed") and marks.asked_to_stop(handle.name)
         found = judge(handle, seen, mark, asked_to_stop=asked, now=self.clock())
         return next_job(found, self.budgets, self.clock()) if found.ended and not final else found
+
+    def _gone(self, handle: ReplicaHandle, error: JobGone) -> Seen:
+        """Of a job that the service doesn't know: deleted, or another account's, where it may well run. It has ended
+        if its replica has said so or gone silent, or if it was asked to stop. Else raises `error`."""
+        mark = self.marks().read(handle.replica_id, handle.name)
+        over = mark is not None and (mark.exit_code is not None or self.clock() - mark.seen > SILENT_SECONDS)
+        if not over and not self.marks().asked_to_stop(handle.name):
+            raise error
+        return Seen("failed" if mark is not None and mark.exit_code is not None else "preempted", "gone", str(error))
 
     def _due(self, handle: ReplicaHandle) -> bool:
         assert handle.retry_at is not None
@@ -392,7 +443,9 @@ class JobExecutor(BaseExecutor):
                 if number >= after:
                     told = number + 1
                     yield line
-        except (OSError, BackendUnavailable) as error:
+        except Exception as error:
+            if isinstance(error, ReplicationError) and not isinstance(error, (BackendUnavailable, QuotaExceeded)):
+                raise
             logger.warning("replica %d's log: %s; connecting again", handle.replica_id, error)
             return told, True
         return told, False
@@ -403,7 +456,10 @@ class JobExecutor(BaseExecutor):
     def _shipped(self, handle: ReplicaHandle) -> Iterator[str]:
         part, partial = 0, ""
         while True:
-            ended = self.look(handle.job_id).state not in ("pending", "running")  # looked at before reading
+            ended = self._asked(self.look, handle.job_id).state not in (
+                "pending",
+                "running",
+            )  # looked at before reading
             while (text := self.marks().log(handle.name, part)) is not None:
                 part += 1
                 *lines, partial = (partial + text).split("\n")
@@ -422,7 +478,8 @@ class JobExecutor(BaseExecutor):
             if handle.ended:
                 return
             self.marks().ask_to_stop(handle.name)
-            self.stop_job(handle.job_id)
+            with contextlib.suppress(JobGone):
+                self._asked(self.stop_job, handle.job_id)
             if handle.will_retry:
                 self._saved(replace(handle, state="cancelled", will_retry=False, retry_at=None))
 

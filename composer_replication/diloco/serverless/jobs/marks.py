@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
-from composer_replication.diloco.serverless.handle import ReplicaHandle
-from composer_replication.errors import ExecutorError, ObjectExists, ObjectMissing
+from composer_replication.diloco.serverless.handle import ReplicaHandle, from_values
+from composer_replication.errors import ExecutorError, ObjectExists, ObjectMissing, ReplicationError, StoreError
 from composer_replication.store import ObjectStore
 
 __all__ = ["Mark", "Marks"]
 
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 PREFIX = "launch/"
 _MAX_JSON = 1 << 20
 _MAX_FILE = 256 << 20
@@ -87,9 +90,18 @@ class Marks:
         self._write(f"replicas/{mark.replica}/{mark.job}.json", asdict(mark))
 
     def read(self, replica: int, job: str) -> Mark | None:
-        values = self._read(f"replicas/{replica}/{job}.json")
-        known = {one.name for one in fields(Mark)}
-        return None if values is None else Mark(**{key: value for key, value in values.items() if key in known})
+        """The replica's word on this job; None if there is none, or none that can be read."""
+        return self._read_as(f"replicas/{replica}/{job}.json", lambda values: from_values(Mark, values))
+
+    def jobs(self) -> dict[int, str]:
+        """By replica, the newest job that a replica has left a word of."""
+        found: dict[int, tuple[int, str]] = {}
+        for key in self.store.list(f"{PREFIX}replicas/"):
+            job = key.rpartition("/")[2].removesuffix(".json")
+            replica, _, submission = job.rpartition("-r")[2].partition("-")
+            if replica.isdecimal() and submission.isdecimal():
+                found[int(replica)] = max(found.get(int(replica), (-1, "")), (int(submission), job))
+        return {replica: job for replica, (_, job) in sorted(found.items())}
 
     def add_log(self, job: str, part: int, text: str) -> None:
         self.store.put(f"{PREFIX}logs/{job}/{part:08}.txt", text.encode("utf-8", errors="replace"))
@@ -113,13 +125,13 @@ class Marks:
         self._write(f"handles/{handle.replica_id}.json", handle.to_dict())
 
     def handle(self, replica: int) -> ReplicaHandle | None:
-        values = self._read(f"handles/{replica}.json")
-        return None if values is None else ReplicaHandle.from_dict(values)
+        """None if there is none, or none that can be read."""
+        return self._read_as(f"handles/{replica}.json", ReplicaHandle.from_dict)
 
     def handles(self) -> Iterator[ReplicaHandle]:
         """Those of all replicas, by id."""
         listed = [key.rpartition("/")[2].removesuffix(".json") for key in self.store.list(f"{PREFIX}handles/")]
-        for replica in sorted(int(name) for name in listed if name.isdigit()):
+        for replica in sorted(int(name) for name in listed if name.isdecimal()):
             found = self.handle(replica)
             if found is not None:
                 yield found
@@ -136,6 +148,16 @@ class Marks:
 
     def _write(self, key: str, values: Mapping[str, Any]) -> None:
         self.store.put(PREFIX + key, json.dumps(values, sort_keys=True).encode())
+
+    def _read_as(self, key: str, made: Callable[[dict[str, Any]], _T]) -> _T | None:
+        try:
+            values = self._read(key)
+            return None if values is None else made(values)
+        except StoreError:
+            raise
+        except (ReplicationError, TypeError) as error:  # cut off, or another program's
+            logger.warning("%s%s in %s is passed over: %s", PREFIX, key, self.store.uri, error)
+            return None
 
     def _read(self, key: str) -> dict[str, Any] | None:
         try:
