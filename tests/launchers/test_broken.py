@@ -116,3 +116,16 @@ def test_a_service_that_cannot_say_whether_a_lost_job_runs_keeps_the_others_reac
         assert [one.replica_id for one in executor.attach(tmp_path.as_uri())] == [0]
         with pytest.raises(ExecutorError, match="could not be asked to stop replica 0: "):
             executor.cancel(executor.attach(tmp_path.as_uri()))
+
+
+@pytest.mark.parametrize("backend", ["runpod"], indirect=True)
+def test_a_key_that_no_request_can_carry_is_not_shown(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "rpa_a-key-of-the-tests"
+    monkeypatch.setenv("RUNPOD_API_KEY", f"{key}\r\n")  # as a file holds it
+    assert "A100 PCIe" in backend.make().gpu_types  # type: ignore[attr-defined]
+    monkeypatch.setenv("RUNPOD_API_KEY", f"{key}\n{key}")
+    with pytest.raises(ExecutorError, match="RUNPOD_API_KEY holds characters") as caught:
+        make(backend).launch_replicas(specs(tmp_path, "pass"))
+    assert key not in str(caught.value)

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from composer_replication.diloco.serverless.executor import BaseExecutor
 from composer_replication.diloco.serverless.mixed import MixedExecutor
+from composer_replication.diloco.serverless.plain_values import fits, in_words
 from composer_replication.diloco.serverless.spec import ReplicaSpec
 from composer_replication.errors import RecipeError
 from composer_replication.recipe import Recipe
@@ -125,6 +126,15 @@ def _parameters(backend: str) -> list[inspect.Parameter]:
     return found
 
 
+def _hints(backend: str) -> dict[str, Any]:
+    """The options' types."""
+    found: dict[str, Any] = {}
+    for kind in reversed(executor_class(backend).__mro__):
+        if "__init__" in vars(kind) and kind.__module__.startswith("composer_replication."):
+            found |= get_type_hints(vars(kind)["__init__"])
+    return found
+
+
 def _elsewhere(backend: str) -> Mapping[str, str]:
     """An executor of jobs has an `output` of its own: where in the container a volume is mounted."""
     return _NOT_OPTIONS if backend == "local" else {"code": _NOT_OPTIONS["code"]}
@@ -139,6 +149,11 @@ def _check_options(group: Group, options: Mapping[str, Any]) -> None:
         if name not in known:
             hint = nearest(name, known) or f" There are: {', '.join(known)}."
             raise RecipeError(f"{key}.{name}: {group.backend} has no option {name!r}.{hint}")
+    hints = _hints(group.backend)
+    for name, value in group.options.items():
+        if not fits(value, hints[name]):
+            where = key if name in options else "executor.options"
+            raise RecipeError(f"{where}.{name} must be {in_words(hints[name])}, not {value!r}")
 
 
 def make_executor(group: Group, recipe: Recipe, *, folder: Path | None = None, code: bytes | None = None) -> Any:

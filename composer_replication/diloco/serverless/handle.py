@@ -7,32 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
+from composer_replication.diloco.serverless.plain_values import from_values
 from composer_replication.errors import ExecutorError
 
-__all__ = ["ENDED", "STATES", "ReplicaHandle", "ReplicaResult", "from_values", "preemption_metrics"]
+__all__ = ["ENDED", "STATES", "ReplicaHandle", "ReplicaResult", "preemption_metrics"]
 
 STATES = ("pending", "running", "completed", "failed", "preempted", "cancelled")
 ENDED = frozenset({"completed", "failed", "preempted", "cancelled"})
-
-
-_T = TypeVar("_T")
-
-
-def from_values(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """A dataclass of plain values as JSON gave them back. TypeError for what is missing or of another type; unknown
-    keys, of later versions, are passed over."""
-    hints = get_type_hints(kind)
-    known = {key: value for key, value in values.items() if key in hints}
-    for key, value in known.items():
-        origin = get_origin(hints[key]) or hints[key]
-        kinds = get_args(hints[key]) if origin is UnionType else (origin,)
-        kinds = (*kinds, int) if float in kinds else kinds
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise TypeError(f"{key} is {value!r}")
-    return kind(**known)
 
 
 @dataclass(frozen=True)

@@ -239,6 +239,8 @@ def ask(
     key = os.environ.get("RUNPOD_API_KEY", "").strip()  # a file's last line break is no part of it
     if not key:
         raise ExecutorError("RunPod: RUNPOD_API_KEY isn't set; make a key in the console's settings")
+    if not key.isascii() or not key.isprintable():  # what goes on to refuse it would show it
+        raise ExecutorError("RunPod: RUNPOD_API_KEY holds characters that no key has: set it again")
     base = endpoint or os.environ.get("RUNPOD_API_BASE_URL") or "https://api.runpod.io"
     request = urllib.request.Request(
         base.rstrip("/") + "/graphql",

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 IMAGE = "COMPOSER_REPLICATION_IMAGE"
 CONTAINER = "composer_replication.diloco.serverless.jobs.container"
 _T = TypeVar("_T")
+_MOST_HOURS = 100_000  # eleven years
 _MOST_BROKEN = 5  # connections one after another, for the output of a job that has ended
 
 
@@ -215,8 +216,8 @@ class JobExecutor(BaseExecutor):
     def _limit(self, hours: float | None) -> int:
         if hours is None:
             return self.longest_seconds
-        if not hours > 0:
-            raise ValueError(f"time_limit_hours must be more than 0, got {hours}")
+        if not 0 < hours <= _MOST_HOURS:
+            raise ValueError(f"time_limit_hours must be more than 0 and at most {_MOST_HOURS}, got {hours}")
         seconds = int(hours * 3600)
         if seconds > self.longest_seconds and not self.relaunches_at_limit:
             raise ValueError(

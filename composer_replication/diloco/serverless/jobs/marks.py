@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from composer_replication.diloco.serverless.handle import ReplicaHandle, from_values
+from composer_replication.diloco.serverless.handle import ReplicaHandle
+from composer_replication.diloco.serverless.plain_values import from_values
 from composer_replication.errors import ExecutorError, ObjectExists, ObjectMissing, ReplicationError, StoreError
 from composer_replication.store import ObjectStore
 
