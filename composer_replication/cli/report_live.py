@@ -16,7 +16,7 @@ from composer_replication.errors import ReplicationError
 from composer_replication.report import Run, payload
 from composer_replication.report.live import LiveServer
 
-__all__ = ["live_look", "serve_live"]
+__all__ = ["live_look", "serve_live", "tell_end"]
 
 _CHECKS = 5  # pauses of the page between two looks for the run's end
 _WORDS = {
@@ -36,7 +36,7 @@ def serve_live(reader: RunReader, source: str, *, port: int, every_seconds: floa
         raise ValueError(f"--port {port}: {error.strerror or error}") from error
     print(f"{server.url} (Ctrl-C ends it)", flush=True)
     over = threading.Event()
-    threading.Thread(target=_tell_end, args=(server, over, _CHECKS * every_seconds, source), daemon=True).start()
+    threading.Thread(target=tell_end, args=(server.values, over, _CHECKS * every_seconds, source), daemon=True).start()
     try:
         server.serve()
     finally:
@@ -44,10 +44,10 @@ def serve_live(reader: RunReader, source: str, *, port: int, every_seconds: floa
     return 0
 
 
-def _tell_end(server: LiveServer, over: threading.Event, pause: float, source: str) -> None:
-    """Say once that the run has ended, whether or not a browser is there to see it."""
+def tell_end(values: Callable[[], Mapping[str, Any]], over: threading.Event, pause: float, source: str) -> None:
+    """Say once that the run has ended, whether or not a browser is there to see it. Until `over`, which others set."""
     while not over.is_set():
-        if server.values()["live"]["state"] == "ended":
+        if values()["live"]["state"] == "ended":
             keep = f"composer-replication report {source}"
             print(f"the run has ended; its page stays here until Ctrl-C ({keep} makes one to keep)", flush=True)
             return

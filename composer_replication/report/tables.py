@@ -56,6 +56,7 @@ def comparison(groups: Sequence[Group]) -> Table:
         ("wall-clock", [_wall_clock(group) for group in groups]),
         ("training", [_training(group) for group in groups]),
     ]
+    columns = [(name, cells) for name, cells in columns if set(cells) != {_NO}]  # what nobody knows takes no room
     rows = [list(cells) for cells in zip(*(cells for _, cells in columns), strict=True)]
     notes = [_ABOUT_ROUNDS]
     notes += [_ABOUT_DDP.format(group.first.codec) for group in groups if group.first.policy == "ddp"][:1]

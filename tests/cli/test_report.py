@@ -7,9 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ import torch
 from composer_replication.cli import main
 from composer_replication.cli.recorded import policy_from_settings, record_from_store
 from composer_replication.cli.report import run_of
-from composer_replication.cli.report_live import live_look
+from composer_replication.cli.report_live import live_look, tell_end
 from composer_replication.cli.view import RunReader
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.sealing import begin_epoch
@@ -241,14 +243,36 @@ def test_ctrl_c_ends_the_live_page(tmp_path: Path, heeded_interrupts: None) -> N
     command = [sys.executable, "-m", "composer_replication.cli", "status", str(tmp_path / "store"), "--watch", "--web"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        url = process.stdout.readline().split()[0]
-        told = process.stdout.readline()
-        assert told.startswith("the run has ended; its page stays here until Ctrl-C (composer-replication report ")
-        with urllib.request.urlopen(f"{url}values.json", timeout=60) as answer:
-            assert json.loads(answer.read())["live"]["state"] == "ended"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        try:
+            url = process.stdout.readline().split()[0]
+            with urllib.request.urlopen(f"{url}values.json", timeout=60) as answer:
+                assert json.loads(answer.read())["live"]["state"] == "ended"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()  # a test that fails waits for nobody
     assert (process.returncode, errors) == (130, "")
+
+
+def test_the_live_page_says_once_that_the_run_has_ended_and_stays(tmp_path: Path, capsys) -> None:
+    place = str(tmp_path / "store")
+    fleet = SteppedFleet(place)
+    look, looks = live_look(RunReader(open_store(place)), place), list[str]()
+
+    def values() -> Mapping[str, Any]:
+        found = look()
+        looks.append(found["live"]["state"])
+        return found
+
+    teller = threading.Thread(target=tell_end, args=(values, threading.Event(), 0.02, place))
+    teller.start()
+    fleet.round()
+    assert capsys.readouterr().out == ""
+    fleet.finish()
+    teller.join(60)
+    words = "the run has ended; its page stays here until Ctrl-C"
+    assert not teller.is_alive() and capsys.readouterr().out.count(words) == 1
+    assert looks.count("ended") == 1 and looks[-1] == "ended"
 
 
 @pytest.mark.parametrize("text", ["", "no JSON\n"])

@@ -45,9 +45,10 @@ def test_runs_of_unlike_size_are_called_so_and_have_columns_for_it() -> None:
 
 def test_what_a_loss_differs_by_beside_the_intervals_is_said() -> None:
     adaptive = run_json(outer={**NESTEROV, "momentum": 0.7})
-    diloco = run_json("fixed", outer={**NESTEROV, "momentum": 0.9, "adapt_lr": False}, codec="float32")
+    diloco = run_json("fixed", outer={**NESTEROV, "lr": 0.8, "momentum": 0.9, "adapt_lr": False}, codec="float32")
     assert loss_lines(adaptive, diloco)[-1] == (
-        "The intervals aren't all that differs: outer momentum 0.7, not 0.9; codec int8, not float32."
+        "The intervals aren't all that differs: outer momentum 0.7, not 0.9; outer learning rate 0.7, not "
+        "0.8; codec int8, not float32."
     )
     assert column(page_of(adaptive, diloco), "outer momentum") == ["0.7", "0.9"]
     same = run_json("fixed", outer={**NESTEROV, "momentum": 0.7})
@@ -79,6 +80,8 @@ def test_data_parallel_diloco_and_autoloco_in_one_table() -> None:
     assert column(page, "wall-clock") == ["–", "1 min 40 s", "1 min 30 s"]  # the rounds', or what simulate worked out
     assert "one float32 gradient of each replica in each step" in page["comparison"]["note"]
     assert "one float32 gradient of each replica in each step" in page["groups"][0]["facts"][0]["lines"][1]
+    alone = page_of(ddp([[50, 2.0], [100, 1.5]]), adaptive | {"time": None})["comparison"]["columns"]
+    assert not {"wall-clock", "training"} & {*alone} and "sent" in alone  # what nobody knows takes no room
     assert "Data parallel" not in page_of(run_json(), run_json("fixed"))["comparison"]["note"]
 
 
