@@ -30,17 +30,20 @@ PACKAGES = (
     "autoloco",
     "composer",
     "diloco",
+    "diloco.round_record",
     "diloco.serverless",
+    "diloco.thresholds",
     "errors",
     "lightning",
     "preview",
     "recipe",
+    "simulation",
     "store",
 )
 # Other names of what is shown, which the page says.
 ALIASES = {"K8sExecutor": "VolcanoExecutor", "MockManager": "ObjectStoreManager"}
-# Plain tables of values, without a docstring to show.
-TABLES = {"POLICIES"}
+# Plain values, without a docstring to show.
+TABLES = {"POLICIES", "RECORD_VERSION"}
 
 
 @pytest.fixture(scope="session")
