@@ -31,7 +31,7 @@ commands, in the order in which you may want them:
   composer-replication launch recipes/quickstart.yaml
       train on this machine, one process for each replica, with a live table
   composer-replication launch recipes/quickstart.yaml --dry-run
-      check everything, show the recipe with its defaults filled in, start nothing
+      check everything, read the first batches, show the recipe with its defaults filled in, start nothing
   composer-replication simulate recipes/quickstart.yaml --replicas 8 --seeds 1 2 3
       the same training in one process, over several seeds, with nothing to start
   composer-replication plan recipe.yaml executor=hf_jobs store.uri=s3://bucket/runs/one
@@ -73,6 +73,9 @@ runpod; fleet.groups spreads one fleet over several. Everything is checked with 
 sent. --dry-run prints the requests, secrets masked. While 'launch' runs it starts replicas again whose machine was
 taken; with --detach, or after it died, 'launch ... --resume' finds the jobs, starts none twice, and goes on with that.
 Ctrl-C stops the jobs, too.
+
+--dry-run also reads built-in data as far as a first batch for training and for validation take, where the replicas run
+on this machine and the files aren't on the Hub, and says what it read, or why it didn't.
 
 The table's last column: a replica is finished when it has trained its last step and holds the final weights (it may
 still validate), and completed when its process has ended too. Where the table doesn't fit, there are lines instead.
@@ -133,7 +136,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     launch.add_argument(
         "overrides", nargs="*", metavar="key=value", help="put over the recipe, e.g. training.steps=200"
     )
-    launch.add_argument("--dry-run", action="store_true", help="check everything, print the recipe, start nothing")
+    launch.add_argument("--dry-run", action="store_true", help="check all, read first batches, print the recipe")
     launch.add_argument("--resume", action="store_true", help="go on with the run in the recipe's output or store")
     launch.add_argument("--detach", action="store_true", help="return when the jobs are sent; they go on")
     launch.add_argument("--plain", action="store_true", help="lines instead of a live table")

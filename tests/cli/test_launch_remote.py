@@ -135,6 +135,7 @@ def test_a_dry_run_prints_the_requests_with_secrets_masked(
     assert payload["secrets"] == {"AWS_SECRET_ACCESS_KEY": "***", SIGNING_KEY: "***"}
     assert "--replica-id=1" in payload["command"] and "--recipe=@recipe" in payload["command"]
     assert "s3cr3t-value" not in output and "a-signing-key" not in output and "Nothing was started" in output
+    assert "# data: not read: the replicas run elsewhere" in output
     assert hub.engine.containers == [] and not (tmp_path / "run").exists()
 
 
@@ -187,6 +188,12 @@ def test_detached_jobs_are_found_read_adopted_and_stopped_from_elsewhere(
     assert len(hub.engine.containers) == 2
     assert main(["launch", *arguments, GROUPS, "--resume"]) == 2
     assert "replica 1 on hf_jobs (running): not where this recipe has it" in capsys.readouterr().err
+    # Even if the launcher died before it could write down what it had started.
+    for path in (tmp_path / "store" / "launch" / "handles").iterdir():
+        path.unlink()
+    assert main(["status", uri, "--jobs"]) == 0
+    shown = capsys.readouterr().out
+    assert "job-0" in shown and "job-1" in shown
     assert main(["cancel", uri, "--replica", "0"]) == 0
     hub.engine.wait_for(lambda: jobs_of(hub)[0].ended == "stopped")
     assert jobs_of(hub)[1].running
