@@ -261,7 +261,9 @@ def test_the_summary_of_a_short_run_says_when_the_interval_would_adapt(capsys, r
             ClosedRound(round=i, steps=10, position=10 * (i + 1), members=(0, 1), tokens=None) for i in range(count)
         ]
         summarise(loaded, tmp_path, closed, [], seconds=1.0)
-        assert (words in capsys.readouterr().out) == (extra == 0)
+        told = capsys.readouterr().out
+        assert (words in told) == (extra == 0)
+        assert "took           1.0 s, from the launch to the last replica's end\n" in told
 
 
 def test_numbers_for_people():

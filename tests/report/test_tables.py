@@ -88,3 +88,19 @@ def test_a_fixed_interval_is_a_dashed_line_in_rounds_and_in_megabytes() -> None:
     beside = payload([run_from_json(run_json(name, seed=1), source="a file") for name in ("autoloco", "fixed")])
     shown = next(one for one in beside["charts"] if one["id"] == "communication")["variants"]
     assert not any(line["line"].get("dash") for variant in shown for line in variant["data"])  # it is there itself
+
+
+def test_durations_say_what_they_count() -> None:
+    measured, simulated = run_json(), run_json(source="simulation")
+    for one in simulated["rounds"]:
+        one["replicas"] = {}
+    simulated["time"] = {"replicas": [{"train_seconds": 60.0}, {"train_seconds": 50.0, "down_seconds": 10.0}]}
+    for values, words in ((measured, "Of 8 rounds, from the first step on"), (simulated, "As simulate worked it out")):
+        charts = payload([run_from_json(values, source="a file")])["runs"][0]["charts"]
+        assert next(one for one in charts if one["id"] == "shares")["note"].startswith(words)
+    for source, words in (
+        ("simulation", "Simulating it took"),
+        ("a run", "From the launch to the last replica's end it"),
+    ):
+        page = payload([run_from_json({**simulated, "time": None, "source": source}, source="a file")])
+        assert page["groups"][0]["facts"][2]["lines"][1].startswith(words)
