@@ -19,7 +19,7 @@ def job_rows(uri: str, *, ask: bool = False) -> list[dict[str, Any]]:
     """The run's jobs, as the launcher saw them last and the replicas say; `ask`: as the back ends say now."""
     marks = Marks(open_store(uri, create=False))
     handles = list(marks.handles())
-    if ask and handles:
+    if ask and (handles or marks.jobs()):
         from composer_replication.diloco.serverless.attach import attach
 
         executor, handles = attach(uri)

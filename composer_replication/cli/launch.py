@@ -209,7 +209,8 @@ def written_specs(recipe: Recipe, folder: Path) -> list[ReplicaSpec]:
 def _running(recipe: Recipe, store: ObjectStore) -> list[ReplicaHandle]:
     """Jobs of an earlier launch that go on. Raises RecipeError if they run elsewhere, or as a fleet of another size."""
     assert recipe.store.uri is not None
-    if not list(Marks(open_store(recipe.store.uri)).handles()):
+    marks = Marks(open_store(recipe.store.uri))
+    if not list(marks.handles()) and not marks.jobs():
         return []
     before, handles = attach(recipe.store.uri)
     found = [handle for handle in before.poll(handles) if not handle.ended]

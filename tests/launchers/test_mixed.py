@@ -217,6 +217,28 @@ def test_what_is_cancelled_between_two_of_its_jobs_is_not_started_again(hub: Bac
     assert launcher.poll([handle]) == [handle] and len(hub.engine.containers) == 1
 
 
+def test_what_is_cancelled_while_its_next_job_is_submitted_is_stopped(hub: Backend, tmp_path: Path) -> None:
+    launcher, other = quick(hub.make(backoff_seconds=0.0)), quick(hub.make())
+    (handle,) = launcher.launch_replicas(specs(tmp_path, WAITING))
+    container = hub.container(handle.job_id)
+    hub.engine.wait_for(lambda: "ready" in container.lines)
+    submit = launcher.submit_job
+
+    def cancelled_meanwhile(job: Any) -> str:
+        job_id = submit(job)
+        other.cancel(other.attach(tmp_path.as_uri()))
+        return job_id
+
+    launcher.submit_job = cancelled_meanwhile
+    hub.engine.take_machine(container)
+    hub.engine.wait_for(lambda: container.ended != "")
+    (handle,) = launcher.poll([handle])
+    assert handle.submission == 1
+    hub.engine.wait_for(lambda: hub.container(handle.job_id).ended != "")
+    (handle,) = launcher.poll([handle])
+    assert handle.ended and handle.state == "cancelled" and len(hub.engine.containers) == 2
+
+
 def test_a_store_that_fails_in_the_middle_of_a_launch_still_gives_all_handles(
     hub: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:

@@ -411,7 +411,10 @@ class JobExecutor(BaseExecutor):
             preemptions=handle.preemptions + (not own),
         )
         logger.warning("replica %d: %s; submitting it again", handle.replica_id, handle.reason or handle.state)
-        return self._begin(self._specs[handle.replica_id], counted)
+        begun = self._begin(self._specs[handle.replica_id], counted)
+        if self.marks().asked_to_stop(handle.name):  # while it was submitted, which takes as long as a service likes
+            self.cancel([begun])
+        return begun
 
     def _saved(self, handle: ReplicaHandle) -> ReplicaHandle:
         self.marks().save(handle)
