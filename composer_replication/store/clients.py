@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from composer_replication.errors import StoreError
 from composer_replication.store.location import Location
 
-__all__ = ["EXTRAS", "PART_BYTES", "Client", "FilesystemClient", "check_installed", "connect", "library"]
+__all__ = ["EXTRAS", "PART_BYTES", "Client", "FilesystemClient", "check_installed", "connect", "extra_of", "library"]
 
 PART_BYTES = 32 * 1024 * 1024  # of an upload in parts, and of a read in ranges
 PARALLEL_PARTS = 4  # in flight at once: what bounds the memory of both
@@ -218,6 +218,11 @@ def _moment(about: dict[str, Any]) -> float | None:
 def library(name: str) -> Any:
     """A module that comes with an extra, only when it is needed."""
     return importlib.import_module(name)
+
+
+def extra_of(kind: str) -> str | None:
+    """The extra of this package that brings the client of a family of stores; None if it needs none."""
+    return "hf" if kind == "hf" else EXTRAS[kind][2] if kind in EXTRAS else None
 
 
 def check_installed(location: Location) -> None:

@@ -17,6 +17,7 @@ from typing import IO, Any, cast
 from urllib.parse import quote, unquote
 
 from composer_replication.errors import RecipeError, StoreError
+from composer_replication.store.clients import extra_of
 from composer_replication.store.failures import TEMPORARY, describe, kind_of
 from composer_replication.store.location import parse_location
 
@@ -123,7 +124,7 @@ def _open(uri: str) -> tuple[Any, str]:
             root = _at_revision(root, revision)
         return fsspec.filesystem("abfs" if location.kind == "az" else location.kind, **given), root
     except ImportError as error:
-        extra = {"s3": "s3", "gs": "gcs", "az": "azure", "hf": "hf"}.get(scheme, "transformers")
+        extra = extra_of(scheme) or "transformers"
         raise RecipeError(f"{uri} can't be read ({error}): pip install 'composer-replication[{extra}]'") from error
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from composer_replication.diloco.serverless.backends.client import answer
 from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
 from composer_replication.errors import ExecutorError
 
@@ -26,10 +27,7 @@ _KEYS = {
 
 def told(call: Callable[[], T]) -> T:
     """The call's answer, or its error in our words: the service's own code stays in the message."""
-    try:
-        return call()
-    except Exception as error:
-        raise _translated(error) from error
+    return answer(call, _translated)
 
 
 def _translated(error: Exception) -> Exception:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from composer_replication.diloco.serverless.backends.client import client_module
+from composer_replication.diloco.serverless.backends.client import answer, client_module
 from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
 from composer_replication.errors import ExecutorError
 
@@ -110,10 +110,7 @@ class Output:
 
 def told(call: Callable[[], T]) -> T:
     """The call's answer, or its error in our words."""
-    try:
-        return call()
-    except Exception as error:
-        raise _translated(error) from error
+    return answer(call, _translated)
 
 
 def quietly(make: Callable[[], T], *loggers: str) -> T:

@@ -1,15 +1,17 @@
-"""Loading a service's client, and refusing what isn't on its lists."""
+"""Loading a service's client, asking it, and refusing what isn't on its lists."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from composer_replication.errors import ExecutorError
 
-__all__ = ["check_known", "client_module"]
+__all__ = ["answer", "check_known", "client_module", "stop_if_running"]
+
+T = TypeVar("T")
 
 
 def client_module(name: str, extra: str) -> Any:
@@ -18,6 +20,23 @@ def client_module(name: str, extra: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise ExecutorError(f"{name} isn't installed ({error}): pip install 'composer-replication[{extra}]'") from error
+
+
+def answer(call: Callable[[], T], translated: Callable[[Exception], Exception]) -> T:
+    """What a call to the service gives, or its error in our words."""
+    try:
+        return call()
+    except Exception as error:
+        raise translated(error) from error
+
+
+def stop_if_running(stop: Callable[[], object], running: Callable[[], bool]) -> None:
+    """Ask a job to end. Services refuse that of one that has ended: their error counts only if it still runs."""
+    try:
+        stop()
+    except ExecutorError:
+        if running():
+            raise
 
 
 def check_known(what: str, value: str, known: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from composer_replication.diloco.serverless.backends.client import client_module
+from composer_replication.diloco.serverless.backends.client import answer, client_module
 from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
 from composer_replication.errors import ExecutorError
 
@@ -77,10 +77,7 @@ class Api:
         return self.models.CustomObjectsApi(self.client)
 
     def call(self, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        try:
-            return function(*args, _request_timeout=_CALL_SECONDS, **more)
-        except Exception as error:
-            raise translated(error) from error
+        return answer(lambda: function(*args, _request_timeout=_CALL_SECONDS, **more), translated)
 
     def pod_lines(self, pod: str, namespace: str, container: str | None) -> Iterator[str]:
         """A pod's log from its first line, as it comes. Nothing if the pod has just gone."""
