@@ -107,7 +107,7 @@ SENSITIVITY = {
 GROUPS: dict[str, Group] = {
     "main": Group("Four replicas", MAIN),
     "eight": Group("Eight replicas", EIGHT, overrides=("fleet.replicas=8",)),
-    "prose": Group("Another text", PROSE, overrides=(f"data.args.path={DEBIAN_TEXT}", "data.args.pattern=*.txt")),
+    "prose": Group("Another text", PROSE, overrides=(f"data.args.path={DEBIAN_TEXT}", "data.args.pattern='*.txt'")),
     "codecs": Group("Codecs", CODECS),
     "spike": Group("A learning-rate spike", _disturbed("spike")),
     "shift": Group("A shift of the data", _disturbed("shift")),

@@ -50,9 +50,14 @@ def recipe_from(text: str, overrides: Iterable[str] = (), *, file: str = "") -> 
         raise RecipeError(f"{file or 'the recipe'} must be a mapping of sections (name, model, data, ...)")
     dotted = [_long(override) for override in overrides]
     for override in dotted:
-        key, equals, _ = override.partition("=")
+        key, equals, value = override.partition("=")
         if not equals or not key.strip():
             raise RecipeError(f"{override!r} isn't an override: write key=value, for example training.steps=120")
+        try:
+            yaml.compose(value, Loader=yaml.SafeLoader)
+        except yaml.YAMLError as error:
+            quoted = "'" + value.replace("'", "''") + "'"
+            raise RecipeError(f"{key}: {value} isn't valid YAML; if it is text, quote it: {key}={quoted}") from error
     place = Place(file, _lines(root), frozenset(o.partition("=")[0] for o in dotted))
     try:
         over = OmegaConf.from_dotlist(dotted)

@@ -258,3 +258,11 @@ def test_the_two_quickstart_recipes_differ_in_the_policy_only():
         autoloco=dataclasses.replace(fixed.autoloco, policy="autoloco"),
     )
     assert same == adaptive
+
+
+@pytest.mark.parametrize("value", ["*.txt", "@x", "[1, 2", "{a", "a: b: c"])
+def test_an_override_that_is_no_yaml_says_how_to_write_text(value):
+    with pytest.raises(RecipeError, match="data.args.pattern: .* isn't valid YAML; if it is text, quote it") as told:
+        recipe_from(BASE, [f"data.args.pattern={value}"])
+    quoted = str(told.value).rpartition("quote it: ")[2]
+    assert recipe_from(BASE, [quoted]).data.args["pattern"] == value
