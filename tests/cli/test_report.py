@@ -115,7 +115,8 @@ def test_a_store_that_holds_another_run_or_none_is_read_anew(tmp_path: Path) -> 
     reader = RunReader(open_store(str(place)))
     look = live_look(reader, str(place))
     fleet = SteppedFleet(str(place))
-    fleet.round(), fleet.round()
+    fleet.round()
+    fleet.round()
     fleet.close()
     assert len(look()["runs"][0]["rounds"]["rows"]) == 2
     shutil.rmtree(place)
@@ -127,14 +128,16 @@ def test_a_store_that_holds_another_run_or_none_is_read_anew(tmp_path: Path) -> 
     assert values["runs"] == [] and "there is no run in" in values["notices"][0]
     assert values["live"]["state"] == "waiting"
     fleet = SteppedFleet(str(place))
-    fleet.round(), fleet.round()
+    fleet.round()
+    fleet.round()
     assert len(look()["runs"][0]["rounds"]["rows"]) == 2
     shutil.rmtree(place)
     after = SteppedFleet(str(place), replicas=1)
     after.round()
     values = look()  # the run in between was never seen gone
     assert len(values["runs"][0]["rounds"]["rows"]) == 1 and [row[0] for row in values["live"]["now"]["rows"]] == ["0"]
-    fleet.close(), after.close()
+    fleet.close()
+    after.close()
 
 
 def test_the_live_page_of_a_store_that_is_not_there_yet(tmp_path: Path) -> None:
