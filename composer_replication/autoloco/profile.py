@@ -15,6 +15,7 @@ from math import isfinite, log
 from typing import Any
 
 from composer_replication.autoloco.config import AutoLoCoConfig
+from composer_replication.autoloco.means import mean
 from composer_replication.autoloco.outer import EPSILON
 from composer_replication.autoloco.values import Observation
 
@@ -107,8 +108,8 @@ class Profile:
             if len(initial) < self.needed:
                 return replace(self, initial=initial)
             reference = Statistics(
-                drift=sum(one.drift for one in initial) / len(initial),
-                coherence=sum(one.coherence for one in initial) / len(initial),
+                drift=mean(one.drift for one in initial),
+                coherence=mean(one.coherence for one in initial),
             )
             return replace(self, initial=(), reference=reference)
         drift, shared = seen.drift - self.reference.drift, seen.coherence - self.reference.coherence

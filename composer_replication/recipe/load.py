@@ -54,10 +54,12 @@ def recipe_from(text: str, overrides: Iterable[str] = (), *, file: str = "") -> 
         if not equals or not key.strip():
             raise RecipeError(f"{override!r} isn't an override: write key=value, for example training.steps=120")
         try:
-            yaml.compose(value, Loader=yaml.SafeLoader)
-        except yaml.YAMLError as error:
-            quoted = "'" + value.replace("'", "''") + "'"
-            raise RecipeError(f"{key}: {value} isn't valid YAML; if it is text, quote it: {key}={quoted}") from error
+            yaml.load(value, Loader=yaml.SafeLoader)
+        except yaml.YAMLError as error:  # the value isn't shown: it may be a password
+            raise RecipeError(
+                f"{key}: the value isn't valid YAML; text with such signs needs quotes within the shell's: "
+                f"\"{key}='...'\""
+            ) from error
     place = Place(file, _lines(root), frozenset(o.partition("=")[0] for o in dotted))
     try:
         over = OmegaConf.from_dotlist(dotted)
