@@ -23,8 +23,19 @@ __all__ = ["draw_all", "outdated"]
 FOLDER = ROOT / "docs" / "results"
 # Okabe and Ito's palette: told apart without red and green.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-_CHOSEN = ("ddp", "diloco", "diloco-0.7", "average", "qsr", "linear", "staircase", "autoloco")
+# One colour a policy, in every figure; the subject is drawn last, and thicker.
+_OF_POLICY = {
+    "ddp": "#000000",
+    "average": "#999999",
+    "qsr": "#CC79A7",
+    "linear": "#56B4E9",
+    "staircase": "#009E73",
+    "diloco": "#D55E00",
+    "diloco-0.7": "#E69F00",
+    "autoloco": "#0072B2",
+}
 _WIDTH = 200  # steps that a point of a loss curve stands for
+_SHOWN = (1600, 3200)  # steps around the disturbances
 
 
 def draw_all() -> Iterator[Path]:
@@ -79,6 +90,10 @@ def _figure(rows: int, columns: int, height: float, **more: Any) -> tuple[Figure
     return figure, axes
 
 
+def _style(name: str) -> dict[str, Any]:
+    return {"color": _OF_POLICY[name], "linewidth": 1.8 if name == "autoloco" else 1.1}
+
+
 def _curve(by_seed: Mapping[int, Run], reference: Mapping[int, Run] | None = None) -> tuple[list[float], list[float]]:
     """Mean over the seeds of the training loss, less the reference's of the same seed and steps."""
     seeds = sorted(set(by_seed) & set(reference) if reference is not None else set(by_seed))
@@ -97,19 +112,24 @@ def _losses(main: Mapping[str, Mapping[int, Run]]) -> Figure:
     figure, axes = _figure(1, 2, 3.6)
     left, right = axes[0]
     base = main.get("diloco", {})
-    for colour, name in zip(COLOURS, _CHOSEN, strict=True):
+    for name in _OF_POLICY:
         if name not in main:
             continue
-        left.plot(*_curve(main[name]), color=colour, linewidth=1.2, label=GROUPS["main"].variants[name].title)
+        left.plot(*_curve(main[name]), **_style(name), label=GROUPS["main"].variants[name].title)
         if base and name != "diloco":
-            right.plot(*_curve(main[name], base), color=colour, linewidth=1.2)
-    left.set_title("training loss (nats per byte)", fontsize=10)
+            right.plot(*_curve(main[name], base), **_style(name))
+    left.set_title("training loss (nats per byte), mean of the seeds", fontsize=10)
+    left.set_ylim(1.5, 2.6)  # the first steps would leave no room for the rest
     right.set_title("against DiLoCo, momentum 0.9", fontsize=10)
-    right.axhline(0.0, color=COLOURS[1], linewidth=1.0)
+    right.axhline(0.0, color=_OF_POLICY["diloco"], linewidth=1.0)
     for one in (left, right):
         one.set_xlabel("inner steps")
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    _legend(figure, 3)
     return figure
+
+
+def _legend(figure: Figure, columns: int) -> None:
+    figure.legend(loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
 def _stairs(axes: Any, run: Run, **style: Any) -> None:
@@ -133,20 +153,20 @@ def _horizons(main: Mapping[str, Mapping[int, Run]], eight: Mapping[str, Mapping
 
 def _statistics(main: Mapping[str, Mapping[int, Run]]) -> Figure:
     figure, axes = _figure(1, 2, 3.2)
-    for colour, name in zip(COLOURS, ("diloco", "diloco-0.7", "autoloco", "average"), strict=False):
+    for name in ("average", "diloco", "diloco-0.7", "autoloco"):
         run = next(iter(main.get(name, {}).values()), None)
         if run is None:
             continue
         for one, field in zip(axes[0], ("drift", "coherence"), strict=True):
             points = ends_at(run, field)
             label = GROUPS["main"].variants[name].title if field == "drift" else None
-            one.plot(*zip(*points, strict=True), color=colour, linewidth=1.0, label=label)
+            one.plot(*zip(*points, strict=True), **_style(name), label=label)
     axes[0][0].set_yscale("log")
-    axes[0][0].set_title("drift D, mean squared displacement", fontsize=10)
-    axes[0][1].set_title("coherence C (1: unrelated, 4: identical)", fontsize=10)
+    axes[0][0].set_title("drift D, mean squared displacement, seed 1", fontsize=10)
+    axes[0][1].set_title("coherence C (1: unrelated, 4: identical), seed 1", fontsize=10)
     for one in axes[0]:
         one.set_xlabel("inner steps")
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    _legend(figure, 2)
     return figure
 
 
@@ -154,16 +174,16 @@ def _disturbed(*groups: Mapping[str, Mapping[int, Run]]) -> Figure:
     figure, axes = _figure(2, 2, 5.0, sharex=True, height_ratios=(3, 2))
     labelled: set[str] = set()
     for column, (words, runs) in enumerate(zip(("learning rate × 10", "narrow data"), groups, strict=True)):
-        for colour, (name, by_seed) in zip(COLOURS, runs.items(), strict=False):
+        for name, by_seed in runs.items():
             run = next(iter(by_seed.values()))
             title = GROUPS["main"].variants[name].title
             label = None if title in labelled else title
             labelled.add(title)
-            points = [(one["position"], one["loss"]) for one in run["rounds"]]
-            axes[0][column].plot(*zip(*points, strict=True), color=colour, linewidth=1.0, label=label)
-            _stairs(axes[1][column], run, color=colour, linewidth=1.2)
-        axes[0][column].set_title(f"{words}, one seed: training loss of the interval", fontsize=10)
-        axes[1][column].set(xlabel="inner steps", xlim=(1600, 3200), ylim=(0, None))
+            points = [(one["position"], one["loss"]) for one in run["rounds"] if one["position"] >= _SHOWN[0]]
+            axes[0][column].plot(*zip(*points, strict=True), **_style(name), label=label)
+            _stairs(axes[1][column], run, **_style(name))
+        axes[0][column].set_title(f"{words}, seed 1: training loss", fontsize=10)
+        axes[1][column].set(xlabel="inner steps", xlim=_SHOWN, ylim=(0, None), xticks=range(1800, 3200, 400))
         axes[1][column].set_title("interval (steps)", fontsize=10)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    _legend(figure, 3)
     return figure

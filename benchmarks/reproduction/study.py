@@ -62,7 +62,7 @@ MAIN = {
     "autoloco-0.9": Variant("AutoLoCo, base momentum 0.9", _policy("autoloco", "outer_momentum=0.9")),
 }
 EIGHT = {name: MAIN[name] for name in ("diloco", "diloco-0.7", "autoloco", "autoloco-0.9")}
-PROSE = {name: MAIN[name] for name in ("diloco", "diloco-0.7", "autoloco")}
+PROSE = {name: MAIN[name] for name in EIGHT}
 CODECS = {
     "bfloat16": Variant("AutoLoCo, bfloat16", ("codec=bfloat16",)),
     "int8": Variant("AutoLoCo, int8", ("codec=int8",)),

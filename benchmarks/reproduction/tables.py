@@ -39,9 +39,9 @@ def blocks() -> dict[str, str]:
     """The page's blocks by name."""
     main = kept("main")
     return {
-        "main": _comparison("main", main, "diloco"),
-        "eight": _comparison("eight", kept("eight"), "diloco"),
-        "prose": _comparison("prose", kept("prose"), "diloco"),
+        "main": _comparison("main", main, "diloco", "diloco-0.7"),
+        "eight": _comparison("eight", kept("eight"), "diloco", "diloco-0.7"),
+        "prose": _comparison("prose", kept("prose"), "diloco", "diloco-0.7"),
         "ablation": _ablation(main),
         "assessments": _assessments({**_prefixed("", main), **_prefixed("8 replicas: ", kept("eight"))}),
         "alarms": _alarms(main),
@@ -114,15 +114,14 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _comparison(group: str, runs: Runs, against: str) -> str:
-    reference = runs.get(against, {})
+def _comparison(group: str, runs: Runs, *against: str) -> str:
     lines: list[list[str]] = []
     for variant, by_seed in runs.items():
         counts = [rounds(run) for run in by_seed.values()]
         run = next(iter(by_seed.values()))
         fixed = fixed_intervals(run["steps"], run["base_horizon"])
         ddp = run["policy"]["name"] == "ddp"
-        saved = 1 - spread(counts).median / fixed
+        saved = 1 - spread(counts).mean / fixed
         lines.append(
             [
                 _title(group, variant),
@@ -131,18 +130,19 @@ def _comparison(group: str, runs: Runs, against: str) -> str:
                 "—" if ddp else f"{_over(by_seed, sent).mean / 1e6:.1f} MB",
                 _over(by_seed, last_loss).text(),
                 _over(by_seed, _validation).text(),
-                _against(by_seed, reference, _validation),
+                *(_against(by_seed, runs.get(other, {}), _validation) for other in against),
             ]
         )
-    compared = _title(group, against)
-    header = ["", "rounds, by seed", "fewer than fixed", "sent by one", "training loss, last tenth", "validation loss"]
-    return _table([*header, f"validation against {compared}"], lines)
+    header = ["", "rounds, by seed", "fewer than fixed (mean)", "sent by one", "training loss, last tenth"]
+    return _table([*header, "validation loss", *(f"it, against {_title(group, other)}" for other in against)], lines)
 
 
 def _beside(group: str, main: Runs) -> str:
-    """The group's runs below those of the main group that they are to be compared with."""
+    """The group's runs below those of the main group, of the same seeds, that they are to be compared with."""
     runs = kept(group)
-    return _comparison(group, {**main, **runs}, "autoloco") if runs else _NONE
+    seeds = {seed for by_seed in runs.values() for seed in by_seed}
+    same = {name: {seed: run for seed, run in by_seed.items() if seed in seeds} for name, by_seed in main.items()}
+    return _comparison(group, {**same, **runs}, "autoloco") if runs else _NONE
 
 
 def _ablation(runs: Runs) -> str:
