@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,37 @@ def test_what_a_replica_could_not_read_is_found(
     said = capsys.readouterr()
     assert re.search(words, said.err), said.err
     assert "# fine" not in said.out
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_the_data_is_read_with_the_replicas_environment(
+    group: bool, tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATA_URI", "/nowhere")
+    env = f"env={{DATA_URI: {tmp_path / 'rows.jsonl'}}}"
+    where = ["executor." + env]
+    if group:
+        where = ["executor.env={DATA_URI: /neither}", "fleet.groups=[{executor: local, count: 2}]"]
+        where.append("fleet.groups.0.options." + env)
+    before = dict(os.environ)
+    assert dry_run("text_lm", tmp_path, tokenizer, "data.args.uri=null", *where) == 0
+    assert "# data: read as far as" in capsys.readouterr().out and dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("documents", ("data.args.uri=hf://datasets/me/text/a.jsonl?revision=x",)),
+        ("documents", ("data.args.validation_uri=HF://datasets/me/text/a.jsonl",)),
+        ("text_lm", ("data.args.uri=null", "executor.env={DATA_URI: hf://me/text/a}")),
+    ],
+)
+def test_files_on_the_hub_are_not_fetched(
+    kind: str, more: tuple[str, ...], tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(kind, tmp_path, tokenizer, *more) == 0
+    said = capsys.readouterr().out
+    assert re.search("# data: not read: (?i:hf)://[a-z/.]+ is on the Hub, from which a dry run fetches no data", said)
 
 
 def test_what_is_not_read_is_said(tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,23 +5,35 @@ Invariant: of a store no more is fetched than those batches take, of the Hub not
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from composer_replication import tasks
 from composer_replication.diloco.serverless.components import build_data
+from composer_replication.diloco.serverless.groups import environment_of, groups_of
+from composer_replication.diloco.serverless.spec import environment_with
 from composer_replication.errors import RecipeError, StoreError
 from composer_replication.recipe import Recipe
 
 __all__ = ["try_data"]
 
+_ON_THE_HUB = "{} is on the Hub, from which a dry run fetches no data"
+
 
 def try_data(recipe: Recipe) -> str:
     """What was read, in words, or why nothing was. Raises RecipeError for what a replica couldn't read, StoreError
     while a store doesn't answer."""
-    if why := _why_not(recipe):
-        return f"not read: {why}"
+    here = next((group for group in groups_of(recipe) if not group.remote), None)
+    if here is None:
+        return "not read: the replicas run elsewhere"
+    with environment_with(environment_of(here, recipe)):
+        why = _why_not(recipe)
+        return f"not read: {why}" if why else _read(recipe)
+
+
+def _read(recipe: Recipe) -> str:
     section = recipe.data
     args = {**section.args, "workers": 0}
     if section.name in tasks.LARGE:
@@ -37,13 +49,15 @@ def try_data(recipe: Recipe) -> str:
 
 def _why_not(recipe: Recipe) -> str:
     args = recipe.data.args
-    if "local" not in ([group.executor for group in recipe.fleet.groups] or [recipe.executor.name]):
-        return "the replicas run elsewhere"
     if recipe.data.name is None:
         return "data of your own (data.class) isn't made before a replica runs"
     dataset = args.get("dataset")
     if dataset is not None and not Path(str(dataset)).is_dir():
-        return f"{dataset} is on the Hub, from which a dry run fetches no data"
+        return _ON_THE_HUB.format(dataset)
+    text = os.environ.get(tasks.DATA_URI) if recipe.data.name == "text_lm" else None
+    for uri in (args.get("uri") or text, args.get("validation_uri")):
+        if uri is not None and "hf://" in str(uri).lower():
+            return _ON_THE_HUB.format(str(uri).partition("?")[0])
     if "tokenizer" not in args:
         return ""
     from composer_replication.tasks.sources import load_tokenizer

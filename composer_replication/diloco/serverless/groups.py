@@ -27,6 +27,7 @@ from composer_replication.store.signing_key import SIGNING_KEY
 __all__ = [
     "Group",
     "check_store",
+    "environment_of",
     "executor_class",
     "groups_of",
     "is_remote",
@@ -158,11 +159,8 @@ def _check_options(group: Group, options: Mapping[str, Any]) -> None:
 
 def make_executor(group: Group, recipe: Recipe, *, folder: Path | None = None, code: bytes | None = None) -> Any:
     """The group's executor. `folder` is the run's on this machine, `code` what jobs are sent. Raises RecipeError."""
-    section, options = recipe.executor, dict(group.options)
-    env = {**section.env, **(options.pop("env", None) or {})}
-    if recipe.training.threads is not None:
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-            env.setdefault(name, str(recipe.training.threads))
+    section, options = recipe.executor, {name: value for name, value in group.options.items() if name != "env"}
+    env = environment_of(group, recipe)
     settings: dict[str, Any] = {"restarts": section.restarts, "error_restarts": section.error_restarts, "env": env}
     if section.backoff_seconds is not None:
         settings["backoff_seconds"] = section.backoff_seconds
@@ -170,10 +168,6 @@ def make_executor(group: Group, recipe: Recipe, *, folder: Path | None = None, c
         settings |= {"requirements": list(section.requirements), "code": code, "run_name": recipe.name}
     else:
         settings |= {"output": folder, "grace_seconds": section.grace_seconds}
-        if section.code:  # jobs find it in their working directory
-            env["PYTHONPATH"] = os.pathsep.join(
-                [str(Path(section.code).absolute()), *filter(None, [os.environ.get("PYTHONPATH")])]
-            )
     given = {**settings, **options}
     if missing := [p.name for p in _parameters(group.backend) if p.default is p.empty and p.name not in given]:
         raise RecipeError(f"{group.key}.options: {group.backend} needs {', '.join(missing)}")
@@ -181,6 +175,20 @@ def make_executor(group: Group, recipe: Recipe, *, folder: Path | None = None, c
         return executor_class(group.backend)(**given)
     except (ValueError, TypeError) as error:
         raise RecipeError(f"{group.key}.options: {error}") from error
+
+
+def environment_of(group: Group, recipe: Recipe) -> dict[str, str]:
+    """What the group's replicas have in their environment beyond what is there already."""
+    section = recipe.executor
+    env = {**section.env, **(group.options.get("env") or {})}
+    if recipe.training.threads is not None:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            env.setdefault(name, str(recipe.training.threads))
+    if section.code and not group.remote:  # jobs find it in their working directory
+        env["PYTHONPATH"] = os.pathsep.join(
+            [str(Path(section.code).absolute()), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+    return env
 
 
 def mixed_executor(recipe: Recipe, *, folder: Path | None = None, code: bytes | None = None) -> Any:

@@ -5,16 +5,14 @@ Invariant: the replica is the one that `replica_entrypoint` would run. It tells 
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from composer_replication.diloco.serverless import replica_entrypoint
 from composer_replication.diloco.serverless.handle import ReplicaResult
-from composer_replication.diloco.serverless.spec import ReplicaSpec, entrypoint_arguments
+from composer_replication.diloco.serverless.spec import ReplicaSpec, entrypoint_arguments, environment_with
 from composer_replication.isolate import REPLICA, REPLICAS
 
 __all__ = ["run_replica"]
@@ -47,22 +45,8 @@ def run_replica(spec: ReplicaSpec | None = None, *, output: str | Path | None = 
     if output is not None:
         arguments.append(f"--output={output}")
     names = {REPLICA: str(spec.replica_id), REPLICAS: str(spec.num_replicas)}
-    with _environment({**(spec.extra_env or {}), **names}):
+    with environment_with({**(spec.extra_env or {}), **names}):
         identity, uri, recipe, folder = replica_entrypoint.settings(arguments)
         result = replica_entrypoint.train(recipe, identity, uri, folder)
     checkpoint = result.pop("final_checkpoint_uri", None)
     return ReplicaResult(spec.replica_id, str(result.get("status", "completed")), checkpoint, result)
-
-
-@contextlib.contextmanager
-def _environment(more: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in more}
-    os.environ.update(more)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

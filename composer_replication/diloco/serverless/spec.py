@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "check_fleet",
     "entrypoint_arguments",
     "entrypoint_command",
+    "environment_with",
     "merged_environment",
     "replica_command",
 ]
@@ -130,3 +132,18 @@ def merged_environment(spec: ReplicaSpec, base: dict[str, str] | None = None) ->
     who = {REPLICA: str(spec.replica_id), REPLICAS: str(spec.num_replicas), STORE: spec.rendezvous_uri}
     own = who if spec.command else {}
     return {**os.environ, "PYTHONUNBUFFERED": "1", **own, **(base or {}), **(spec.extra_env or {})}
+
+
+@contextmanager
+def environment_with(more: Mapping[str, str]) -> Iterator[None]:
+    """This process's environment, with `more` in it while the block lasts."""
+    before = {name: os.environ.get(name) for name in more}
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
