@@ -13,7 +13,8 @@ from pathlib import Path
 from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.place import open_run
 from composer_replication.collective.object_store.requests import there
-from composer_replication.diloco.serverless.jobs.marks import PREFIX
+from composer_replication.diloco.serverless.jobs.marks import PREFIX, Marks
+from composer_replication.diloco.serverless.locks import locked
 from composer_replication.diloco.serverless.replica_entrypoint import check_writable
 from composer_replication.errors import RecipeError, StoreError, StoreRefused, StoreUnavailable
 from composer_replication.recipe import Recipe, with_group
@@ -49,7 +50,7 @@ def refuse_used_stores(section: StoreSection) -> None:
 def _refuse_used_store(name: str, uri: str) -> None:
     try:
         store = open_store(uri, create=False)
-        used, launched = bool(store.list("fleet.json")), bool(store.list(_HANDLES))
+        used, launched = bool(store.list("fleet.json")), _launched(store)
     except ValueError as error:
         raise RecipeError(f"{name}: {error}") from error
     except (StoreRefused, StoreUnavailable):  # no replica will fare better: say so before any starts
@@ -62,6 +63,11 @@ def _refuse_used_store(name: str, uri: str) -> None:
             f"{name}: there is {what} in {uri} already. Give another place ({name}=...), leave store.uri out to "
             "use a folder of the run's own, or go on with that run: launch its recipe.yaml with --resume"
         )
+
+
+def _launched(store: ObjectStore) -> bool:
+    """Has anybody started jobs for this store? Their handles say so, or the replicas themselves."""
+    return bool(store.list(_HANDLES) or Marks(store).jobs())
 
 
 def open_places(section: StoreSection) -> ObjectStore:
@@ -82,7 +88,7 @@ def resumed(recipe: Recipe, store: ObjectStore | None) -> Recipe:
     folder = Path(recipe.folder).expanduser().absolute()
     if not (folder / RECIPE_FILE).is_file():
         # On another machine the store is all there is of a run.
-        if store is None or not (there(store, keys.FLEET) or open_store(str(recipe.store.uri)).list(_HANDLES)):
+        if store is None or not (there(store, keys.FLEET) or _launched(open_store(str(recipe.store.uri)))):
             where = f"{folder}, nor in {store.uri}" if store is not None else str(folder)
             raise RecipeError(
                 f"--resume: there is no run in {where}; launch the recipe.yaml of a run's folder, for example "
@@ -96,22 +102,13 @@ def resumed(recipe: Recipe, store: ObjectStore | None) -> Recipe:
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Raise RecipeError while another launcher looks after the run of this folder. The lock ends with its process."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / ".launcher.lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise RecipeError(
-            f"another launcher looks after the run in {short(folder)}: stop it first; to watch that run, "
-            "composer-replication status STORE --watch"
-        ) from None
-    except (OSError, NotImplementedError):  # a file system without locks: claims in the store decide
-        pass
-    try:
+    with locked(folder / ".launcher.lock") as free:  # or without locks: then claims in the store decide
+        if not free:
+            raise RecipeError(
+                f"another launcher looks after the run in {short(folder)}: stop it first; to watch that run, "
+                "composer-replication status STORE --watch"
+            )
         yield
-    finally:
-        lock.release()
 
 
 def short(path: Path) -> Path:

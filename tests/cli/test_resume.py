@@ -9,10 +9,11 @@ import filelock
 import pytest
 
 from composer_replication.cli import main
-from composer_replication.cli.places import alone_in, resumed
+from composer_replication.cli.places import alone_in, refuse_used_stores, resumed
 from composer_replication.cli.resume import prepare_resume
 from composer_replication.cli.view import RunReader
 from composer_replication.collective.object_store.epochs import read_epochs
+from composer_replication.diloco.serverless.jobs.marks import Mark, Marks
 from composer_replication.errors import ObjectCorrupt, RecipeError, ReplicaTaken
 from composer_replication.recipe import recipe_from, to_yaml
 from composer_replication.store import LocalStore, MemoryStore
@@ -142,6 +143,14 @@ def test_on_another_machine_the_store_is_all_there_is(tmp_path: Path) -> None:
         resumed(recipe, store)
     store.put("fleet.json", b"{}")
     assert resumed(recipe, store).output == str(folder) and folder.is_dir()
+    # The launcher's handles may be lost: replicas tell of themselves.
+    elsewhere = made(output=str(tmp_path / "elsewhere"), store__uri=(tmp_path / "jobs").as_uri())
+    jobs = LocalStore(tmp_path / "jobs")
+    refuse_used_stores(elsewhere.store)
+    Marks(jobs).mark(Mark("run-0-r0-0", 0))
+    assert resumed(elsewhere, jobs).output == str(tmp_path / "elsewhere")
+    with pytest.raises(RecipeError, match="there is a launch in .*--resume"):
+        refuse_used_stores(elsewhere.store)
     with pytest.raises(RecipeError, match=r"no run in .*other; launch the recipe.yaml"):
         resumed(made(output=str(tmp_path / "other")), None)
 

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from composer_replication.diloco.serverless import ReplicaHandle
+from composer_replication.diloco.serverless.backends.runpod import ask
+from composer_replication.diloco.serverless.executor import BackendUnavailable, JobGone, QuotaExceeded
 from composer_replication.diloco.serverless.jobs.job_executor import JobExecutor
 from composer_replication.diloco.serverless.jobs.marks import Mark, Marks
 from composer_replication.errors import ExecutorError
 from composer_replication.store import open_store
 from tests.launchers.backend import Backend
+from tests.launchers.conftest import BACKENDS
 from tests.launchers.http import Refused, Request, Service
 from tests.launchers.test_contract import WAITING, make, specs, started
 
@@ -61,6 +64,8 @@ def test_an_answer_that_cannot_be_read_is_no_answer(backend: Backend, tmp_path: 
         (600.0, 0, False, "completed"),
         (600.0, 1, False, "failed"),
         (None, None, True, "cancelled"),
+        (600.0, None, True, "cancelled"),
+        (5.0, 1, True, "cancelled"),
     ],
 )
 def test_of_a_job_that_the_service_does_not_know_its_replica_has_the_word(
@@ -79,7 +84,48 @@ def test_of_a_job_that_the_service_does_not_know_its_replica_has_the_word(
         assert present.state == state and (present.reason or state == "completed")
 
 
-@pytest.mark.parametrize("backend", ["hf_jobs", "modal"], indirect=True)
+@pytest.mark.parametrize("backend", ["hf_jobs"], indirect=True)
+def test_a_service_that_does_not_know_a_living_job_has_stopped_nothing(backend: Backend, tmp_path: Path) -> None:
+    (handle,) = make(backend).launch_replicas(specs(tmp_path, WAITING))
+    container = started(backend, handle, "ready")
+    executor = make(backend)
+    executor.attach(tmp_path.as_uri())
+
+    def gone(job_id: str) -> Any:
+        raise JobGone("there is no such job")
+
+    vars(executor).update(look=gone, stop_job=gone)  # as if with the credentials of another account
+    with pytest.raises(ExecutorError, match="no such job; but its replica was alive .* s ago: another account's"):
+        executor.cancel([handle])
+    (present,) = executor.poll([handle])
+    assert present.state == handle.state and "no such job" in present.reason and not container.ended
+    executor = make(backend)
+    executor.attach(tmp_path.as_uri())
+    executor.cancel([present])
+    assert executor.collect([present], timeout=60)[0].status == "cancelled"
+
+
+@pytest.mark.parametrize("backend", ["azure_ml", "sagemaker"], indirect=True)
+def test_a_job_that_is_not_there_cannot_be_stopped(backend: Backend, tmp_path: Path) -> None:
+    executor = make(backend)
+    executor.attach(tmp_path.as_uri())
+    with pytest.raises(JobGone, match="no job 'run-0-r0-0'"):
+        executor.stop_job(NAME)
+
+
+@pytest.mark.parametrize("backend", ["hf_jobs", "runpod", "azure_ml"], indirect=True)
+def test_a_job_that_ended_in_vain_and_that_the_service_has_forgotten_is_not_begun_under_its_name(
+    backend: Backend, tmp_path: Path
+) -> None:
+    executor = make(backend)
+    name = executor.job(specs(tmp_path, "pass")[0], 3).name
+    Marks(open_store(tmp_path.as_uri())).mark(Mark(name, 0, "failed", exit_code=1, seen=time.time()))
+    (handle,) = executor.launch_replicas(specs(tmp_path, "print('anew')"))
+    assert handle.submission == 4 and executor.collect([handle], timeout=60)[0].status == "completed"
+    assert "anew" in backend.container(handle.job_id).lines
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "local"], indirect=True)
 def test_a_job_whose_handle_is_lost_or_damaged_is_found_by_its_name(backend: Backend, tmp_path: Path) -> None:
     fleet = specs(tmp_path, WAITING, 2)
     handles = make(backend).launch_replicas(fleet)
@@ -129,3 +175,43 @@ def test_a_key_that_no_request_can_carry_is_not_shown(
     with pytest.raises(ExecutorError, match="RUNPOD_API_KEY holds characters") as caught:
         make(backend).launch_replicas(specs(tmp_path, "pass"))
     assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "words"),
+    [
+        ("sagemaker", {"region": None}, "region: none is given"),
+        ("vertex", {"project": None}, "project isn't given"),
+    ],
+    indirect=["backend"],
+)
+def test_what_is_missing_here_is_no_answer_of_the_service(
+    backend: Backend, tmp_path: Path, settings: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Marks(open_store(tmp_path.as_uri())).mark(Mark(NAME, 0))
+    assert make(backend, **settings).attach(tmp_path.as_uri()) == []
+    assert words in caplog.text and "can't read" not in caplog.text
+
+
+@pytest.mark.parametrize("backend", ["hf_jobs"], indirect=True)
+def test_a_refusal_on_the_way_to_an_answer_is_told_as_it_is(backend: Backend, tmp_path: Path) -> None:
+    def no_credit(request: Request) -> Any:
+        raise Refused(402)
+
+    with answering(backend, tmp_path, no_credit) as executor:
+        del vars(executor)["namespace"]
+        job = executor.job(specs(tmp_path, "pass")[0])
+        for asking in (executor.find_job, lambda _: list(executor.follow("job-0"))):
+            with pytest.raises(QuotaExceeded, match=r"^Hugging Face Jobs: (?!.*Hugging Face Jobs)"):
+                asking(job)
+
+
+def test_an_answer_is_cut_only_after_what_is_secret_was_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNPOD_API_KEY", "rpa_key")
+    service = Service([("POST", ".*", lambda request: ["x" * 190 + "s3cr3t-value"])])
+    try:
+        with pytest.raises(BackendUnavailable, match="isn't GraphQL") as caught:
+            ask("query", {}, service.url, hidden=["s3cr3t-value"])
+    finally:
+        service.close()
+    assert "x" * 190 in str(caught.value) and "s3" not in str(caught.value)

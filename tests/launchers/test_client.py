@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from composer_replication.diloco.serverless.backends.client import answer, stop_if_running
+from composer_replication.diloco.serverless.executor import BackendUnavailable
 from composer_replication.errors import ExecutorError
 from composer_replication.store.clients import EXTRAS, extra_of
 
@@ -23,6 +24,11 @@ def test_an_error_comes_out_in_our_words_and_keeps_its_cause() -> None:
     with pytest.raises(ExecutorError, match="the service: reset") as caught:
         answer(fail, lambda error: ExecutorError(f"the service: {error}"))
     assert caught.value.__cause__ is cause
+
+
+def test_an_error_in_our_words_is_left_as_it_is() -> None:
+    with pytest.raises(ExecutorError, match="^it has ended$"):
+        answer(refuse, lambda error: BackendUnavailable(f"the service: {error}"))
 
 
 def test_stopping_a_job_that_has_ended_is_no_error() -> None:

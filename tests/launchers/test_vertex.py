@@ -298,7 +298,7 @@ def test_the_default_credentials_are_taken_and_must_have_a_project(
     (world.folder / "adc.json").write_text(json.dumps(user))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(world.folder / "adc.json"))
     assert world.make(credentials=None).identity[0].refresh_token == "r"
-    with pytest.raises(ValueError, match="project isn't given"):
+    with pytest.raises(ExecutorError, match="project isn't given"):
         _ = world.make(credentials=None, project=None).identity
     monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "from-the-environment")
     assert world.make(credentials=None, project=None).parent == "projects/from-the-environment/locations/us-central1"

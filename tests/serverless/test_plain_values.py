@@ -41,8 +41,9 @@ def test_fits(value: Any, hint: Any, fitting: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("env", "A=1", "env must be a mapping of text to text or null, not 'A=1'"),
-        ("env", {"A": 1}, "env must be a mapping of text to text or null"),
+        ("env", "A=1", "env must be a mapping of text to text or null, not a value of type str$"),
+        ("env", {"TOKEN": "s3cr3t", "A": 1}, "of text to text or null, not 'A': a value of type int$"),
+        ("secrets", {"TOKEN": "s3cr3t"}, "secrets must be a list of text, not 'TOKEN': a value of type str$"),
         ("gpu", 5, "gpu must be text or null, not 5"),
         ("volumes", {"/d": 5}, "volumes must be a mapping"),
         ("restarts", 2.5, "restarts must be a whole number, not 2.5"),

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 from composer_replication.diloco.serverless.executor import BaseExecutor
 from composer_replication.diloco.serverless.mixed import MixedExecutor
-from composer_replication.diloco.serverless.plain_values import fits, in_words
+from composer_replication.diloco.serverless.plain_values import fits, in_words, misfit
 from composer_replication.diloco.serverless.spec import ReplicaSpec
 from composer_replication.errors import RecipeError
 from composer_replication.recipe import Recipe
@@ -154,7 +154,7 @@ def _check_options(group: Group, options: Mapping[str, Any]) -> None:
     for name, value in group.options.items():
         if not fits(value, hints[name]):
             where = key if name in options else "executor.options"
-            raise RecipeError(f"{where}.{name} must be {in_words(hints[name])}, not {value!r}")
+            raise RecipeError(f"{where}.{name} must be {in_words(hints[name])}, not {misfit(value, hints[name])}")
 
 
 def make_executor(group: Group, recipe: Recipe, *, folder: Path | None = None, code: bytes | None = None) -> Any:

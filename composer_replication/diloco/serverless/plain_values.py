@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["fits", "from_values", "in_words"]
+__all__ = ["fits", "from_values", "in_words", "misfit"]
 
 _T = TypeVar("_T")
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
@@ -46,6 +46,14 @@ def in_words(hint: Any) -> str:
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return f"a list of {in_words(inner[0])}" if inner else "a list"
     return "any value"
+
+
+def misfit(value: Any, hint: Any) -> str:
+    """What doesn't fit, for messages. Mappings may hold secrets: of them only keys and types are said."""
+    if isinstance(value, Mapping):
+        bad = [(key, one) for key, one in value.items() if not fits({key: one}, hint)]
+        return ", ".join(f"{key!r}: a value of type {type(one).__name__}" for key, one in bad) or "a mapping"
+    return f"a value of type {type(value).__name__}" if "a mapping" in in_words(hint) else repr(value)
 
 
 def from_values(kind: type[_T], values: Mapping[str, Any]) -> _T:

@@ -1,6 +1,6 @@
 """What AWS's client says, in our words: errors translated, and requests checked against the service's own model.
 
-Invariant: whatever boto3 raises comes out as ValueError, ExecutorError or one of its two retryable kinds.
+Invariant: whatever boto3 raises comes out as ExecutorError or one of its two retryable kinds.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def _translated(error: Exception) -> Exception:
     if not type(error).__module__.startswith("botocore"):
         return BackendUnavailable(f"AWS: {words}") if isinstance(error, OSError) else error
     if kind == "NoRegionError":
-        return ValueError(f"region: none is given, and none configured (AWS_DEFAULT_REGION): {words}")
+        return ExecutorError(f"region: none is given, and none configured (AWS_DEFAULT_REGION): {words}")
     if kind in ("ParamValidationError", "InvalidRegionError"):
-        return ValueError(f"AWS: {words}")
+        return ExecutorError(f"AWS: {words}")
     if "Connection" in kind or "HTTPClient" in kind or kind.endswith(("TimeoutError", "ConnectError", "SSLError")):
         return BackendUnavailable(f"AWS: {words}")
     # What is left has to do with finding credentials: none at all, half of them, an unknown profile, a login gone by.

@@ -1,6 +1,6 @@
 """What Azure's clients say, in our words, and the output of Azure ML jobs, which their client can only print.
 
-Invariant: whatever Azure's clients raise comes out as ValueError, ExecutorError or one of its two retryable kinds. The
+Invariant: whatever Azure's clients raise comes out as ExecutorError or one of its two retryable kinds. The
 token goes to the workspace's own service and never along with a signed address.
 
 The output is a file whose signed address the run's details give (`logFiles`, user_logs/std_log.txt). It grows, so it is
@@ -154,5 +154,5 @@ def _translated(error: Exception) -> Exception:
         return BackendUnavailable(f"Azure ML: {words}")
     if home.startswith(("azure.ai.ml", "marshmallow")):  # the client refuses the job before it sends it
         faults = [line.removeprefix("(x) ") for line in lines if line.startswith("(x)")]
-        return ValueError(f"Azure ML: {'; '.join(faults) or words}")
+        return ExecutorError(f"Azure ML: {'; '.join(faults) or words}")
     return error

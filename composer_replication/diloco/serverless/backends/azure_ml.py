@@ -218,6 +218,12 @@ class AzureMLExecutor(JobExecutor):
     def find_job(self, job: Job) -> str | None:
         return job.name if self._get(job.name) is not None else None
 
+    def _present(self, job_id: str) -> Any:
+        job = self._get(job_id)
+        if job is None:
+            raise JobGone(f"azure_ml has no job {job_id!r} in {self.scope[2]}: was it deleted?")
+        return job
+
     def _get(self, name: str) -> Any:
         """What the service says of a job; None if it has none of this name."""
         missing = client_module("azure.core.exceptions", self.extra).ResourceNotFoundError
@@ -231,9 +237,7 @@ class AzureMLExecutor(JobExecutor):
         return later(ask)
 
     def look(self, job_id: str) -> Seen:
-        job = self._get(job_id)
-        if job is None:
-            raise JobGone(f"azure_ml has no job {job_id!r} in {self.scope[2]}: was it deleted?")
+        job = self._present(job_id)
         native = str(getattr(job.status, "value", job.status))
         seen = Seen(STATES.get(native, "running"), native, log_url=getattr(job, "studio_url", None))
         if native == "NotResponding":
@@ -254,8 +258,8 @@ class AzureMLExecutor(JobExecutor):
 
     def stop_job(self, job_id: str) -> None:
         def running() -> bool:
-            job = self._get(job_id)
-            return job is not None and STATES.get(str(getattr(job.status, "value", job.status))) not in ENDED
+            job = self._present(job_id)
+            return STATES.get(str(getattr(job.status, "value", job.status))) not in ENDED
 
         stop_if_running(lambda: told(lambda: self.api.jobs.begin_cancel(job_id, polling=False)), running)
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, TypeVar
 
-from composer_replication.errors import ExecutorError
+from composer_replication.errors import ExecutorError, ReplicationError
 
 __all__ = ["answer", "check_known", "client_module", "stop_if_running"]
 
@@ -26,6 +26,8 @@ def answer(call: Callable[[], T], translated: Callable[[Exception], Exception]) 
     """What a call to the service gives, or its error in our words."""
     try:
         return call()
+    except ReplicationError:  # in our words already
+        raise
     except Exception as error:
         raise translated(error) from error
 

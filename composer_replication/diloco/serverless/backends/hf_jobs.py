@@ -140,8 +140,9 @@ class HFJobsExecutor(JobExecutor):
         )
 
     def follow(self, job_id: str) -> Iterator[str]:
+        namespace = self.namespace
         try:
-            yield from self.api.fetch_job_logs(job_id=job_id, namespace=self.namespace, follow=True)
+            yield from self.api.fetch_job_logs(job_id=job_id, namespace=namespace, follow=True)
         except Exception as error:
             raise _translated(error) from error
 

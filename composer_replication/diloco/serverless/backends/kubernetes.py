@@ -247,14 +247,14 @@ class KubernetesExecutor(JobExecutor):
         try:
             found = self.on_objects("get", job_id)
         except Missing:
-            return self._gone(job_id)
+            return self._deleted(job_id)
         seen = self.seen(found.get("status") or {}, lambda: self._pods(f"{JOB_LABEL}={job_id}"))
         if found["metadata"].get("deletionTimestamp"):  # its pods have their grace time
             return Seen("running", f"{seen.native}, being deleted", attempt=seen.attempt)
         return seen
 
-    def _gone(self, job_id: str) -> Seen:
-        """Deleted, by us or others or because it had ended long ago: the replica's word says more."""
+    def _deleted(self, job_id: str) -> Seen:
+        """By us or others or because it had ended long ago: the replica's word says more."""
         replica = job_id.rpartition("-r")[2].partition("-")[0]
         mark = self.marks().read(int(replica), job_id) if replica.isdigit() else None
         state = "preempted" if mark is None or mark.exit_code is None else "failed"

@@ -263,7 +263,7 @@ def ask(
         errors = [str(one.get("message", one)) for one in answer.get("errors") or ()]
         data = None if errors else {**answer["data"]}
     except (AttributeError, LookupError, TypeError):
-        raise BackendUnavailable(f"RunPod answers what isn't GraphQL: {masked(str(answer)[:200], hidden)}") from None
+        raise BackendUnavailable(f"RunPod answers what isn't GraphQL: {str(masked(answer, hidden))[:200]}") from None
     if data is None:
         raise _refusal(200, masked("; ".join(errors), hidden))
     return data

@@ -198,6 +198,12 @@ class SageMakerExecutor(JobExecutor):
     def find_job(self, job: Job) -> str | None:
         return job.name if self._describe(job.name) else None
 
+    def _present(self, job_id: str) -> dict[str, Any]:
+        info = self._describe(job_id)
+        if not info:
+            raise JobGone(f"sagemaker has no job {job_id!r}: was it deleted, or is it another region's?")
+        return info
+
     def _describe(self, name: str) -> dict[str, Any]:
         """What the service says of a job; nothing if it has none of this name."""
         try:
@@ -210,9 +216,7 @@ class SageMakerExecutor(JobExecutor):
             raise
 
     def look(self, job_id: str) -> Seen:
-        info = self._describe(job_id)
-        if not info:
-            raise JobGone(f"sagemaker has no job {job_id!r}: was it deleted, or is it another region's?")
+        info = self._present(job_id)
         status, detail = info["TrainingJobStatus"], info["SecondaryStatus"]
         why = info.get("FailureReason", "")
         code = _EXIT_CODE.search(why)
@@ -232,7 +236,7 @@ class SageMakerExecutor(JobExecutor):
     def stop_job(self, job_id: str) -> None:
         stop_if_running(
             lambda: told(lambda: self.api.stop_training_job(TrainingJobName=job_id)),
-            lambda: self._describe(job_id).get("TrainingJobStatus") == "InProgress",
+            lambda: self._present(job_id)["TrainingJobStatus"] == "InProgress",
         )
 
     def follow(self, job_id: str) -> Iterator[str]:

@@ -117,7 +117,7 @@ class VertexExecutor(JobExecutor):
                 ) from error
             project = project or own
         if not project:
-            raise ValueError("project isn't given, and the credentials don't say one")
+            raise ExecutorError("project isn't given, and the credentials don't say one")
         return credentials, project
 
     @cached_property

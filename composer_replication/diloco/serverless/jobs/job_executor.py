@@ -6,7 +6,6 @@ replica's jobs are numbered; their names follow from the store's URI, so that no
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import math
@@ -22,7 +21,7 @@ from composer_replication.diloco.serverless.executor import BackendUnavailable, 
 from composer_replication.diloco.serverless.handle import ReplicaHandle, ReplicaResult, preemption_metrics
 from composer_replication.diloco.serverless.jobs.container import RECIPE
 from composer_replication.diloco.serverless.jobs.job import Job, Seen, job_name, masked, run_slug
-from composer_replication.diloco.serverless.jobs.marks import Marks
+from composer_replication.diloco.serverless.jobs.marks import Mark, Marks
 from composer_replication.diloco.serverless.jobs.verdict import SILENT_SECONDS, Budgets, judge, next_job
 from composer_replication.diloco.serverless.spec import ReplicaSpec, check_fleet, replica_command
 from composer_replication.errors import ExecutorError, ReplicationError
@@ -257,7 +256,7 @@ class JobExecutor(BaseExecutor):
         if self.code is not None:
             marks.send(self.code)
         job_id = self._asked(self.find_job, job)
-        if job_id and self._forgotten(job_id, job, marks):
+        if self._forgotten(job_id, job, marks) if job_id else self._over(job, marks):
             return self._begin(spec, replace(handle, submission=handle.submission + 1))
         begun = replace(
             handle,
@@ -304,6 +303,12 @@ class JobExecutor(BaseExecutor):
             and marks.read(job.replica, job.name) is None
         )
 
+    def _over(self, job: Job, marks: Marks) -> bool:
+        """Has a job of this name, which the service has no more, ended in vain? A container started under its name
+        again could find that, and do nothing."""
+        mark = marks.read(job.replica, job.name)
+        return mark is not None and mark.exit_code not in (None, 0)
+
     # -- watching ------------------------------------------------------------------------------------------------------
 
     def marks(self, rendezvous_uri: str | None = None) -> Marks:
@@ -320,11 +325,11 @@ class JobExecutor(BaseExecutor):
         marks = self.marks(rendezvous_uri)
         handles = {one.replica_id: one for one in marks.handles()}
         for replica, name in marks.jobs().items():
-            if replica not in handles and (found := self._found(replica, name)):
+            if replica not in handles and (found := self._by_job_name(replica, name)):
                 handles[replica] = found
         return [one for _, one in sorted(handles.items()) if one.backend == self.backend_name]
 
-    def _found(self, replica: int, name: str) -> ReplicaHandle | None:
+    def _by_job_name(self, replica: int, name: str) -> ReplicaHandle | None:
         run, _, number = name.rpartition("-r")
         job = Job(name, run, replica, int(number.partition("-")[2]), command=())
         try:
@@ -390,12 +395,14 @@ class JobExecutor(BaseExecutor):
 
     def _gone(self, handle: ReplicaHandle, error: JobGone) -> Seen:
         """Of a job that the service doesn't know: deleted, or another account's, where it may well run. It has ended
-        if its replica has said so or gone silent, or if it was asked to stop. Else raises `error`."""
+        if its replica has said so or gone silent, or if it never began and was asked to stop. Else raises `error`."""
         mark = self.marks().read(handle.replica_id, handle.name)
-        over = mark is not None and (mark.exit_code is not None or self.clock() - mark.seen > SILENT_SECONDS)
-        if not over and not self.marks().asked_to_stop(handle.name):
+        if self._alive(mark) or (mark is None and not self.marks().asked_to_stop(handle.name)):
             raise error
         return Seen("failed" if mark is not None and mark.exit_code is not None else "preempted", "gone", str(error))
+
+    def _alive(self, mark: Mark | None) -> bool:
+        return mark is not None and mark.exit_code is None and self.clock() - mark.seen <= SILENT_SECONDS
 
     def _due(self, handle: ReplicaHandle) -> bool:
         assert handle.retry_at is not None
@@ -482,8 +489,15 @@ class JobExecutor(BaseExecutor):
             if handle.ended:
                 return
             self.marks().ask_to_stop(handle.name)
-            with contextlib.suppress(JobGone):
+            try:
                 self._asked(self.stop_job, handle.job_id)
+            except JobGone as error:
+                mark = self.marks().read(handle.replica_id, handle.name)
+                if mark is not None and self._alive(mark) and handle.retry_at is None:  # else it was seen to end
+                    ago = max(0.0, self.clock() - mark.seen)
+                    raise ExecutorError(
+                        f"{error}; but its replica was alive {ago:.0f} s ago: another account's?"
+                    ) from None
             if handle.will_retry:
                 self._saved(replace(handle, state="cancelled", will_retry=False, retry_at=None))
 
