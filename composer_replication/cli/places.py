@@ -14,6 +14,7 @@ from composer_replication.collective.object_store import keys
 from composer_replication.collective.object_store.place import open_run
 from composer_replication.collective.object_store.requests import there
 from composer_replication.diloco.serverless.jobs.marks import PREFIX, Marks
+from composer_replication.diloco.serverless.locks import locked
 from composer_replication.diloco.serverless.replica_entrypoint import check_writable
 from composer_replication.errors import RecipeError, StoreError, StoreRefused, StoreUnavailable
 from composer_replication.recipe import Recipe, with_group
@@ -101,22 +102,13 @@ def resumed(recipe: Recipe, store: ObjectStore | None) -> Recipe:
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Raise RecipeError while another launcher looks after the run of this folder. The lock ends with its process."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / ".launcher.lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise RecipeError(
-            f"another launcher looks after the run in {short(folder)}: stop it first; to watch that run, "
-            "composer-replication status STORE --watch"
-        ) from None
-    except (OSError, NotImplementedError):  # a file system without locks: claims in the store decide
-        pass
-    try:
+    with locked(folder / ".launcher.lock") as free:  # or without locks: then claims in the store decide
+        if not free:
+            raise RecipeError(
+                f"another launcher looks after the run in {short(folder)}: stop it first; to watch that run, "
+                "composer-replication status STORE --watch"
+            )
         yield
-    finally:
-        lock.release()
 
 
 def short(path: Path) -> Path:

@@ -15,6 +15,8 @@ import pytest
 
 from composer_replication.adapter.driver import Driver
 from composer_replication.cli import main
+from composer_replication.diloco.serverless import loggers
+from composer_replication.diloco.serverless.locks import locked
 from composer_replication.diloco.serverless.loggers import LoggedRun, check_loggers, ensure_experiment, line_up
 from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
@@ -161,6 +163,27 @@ def test_a_server_that_was_asked_twice_says_no_to_one(there: bool, monkeypatch: 
     )
     with nullcontext() if there else pytest.raises(mlflow.exceptions.MlflowException, match="refused"):
         ensure_experiment(run)
+
+
+@pytest.mark.parametrize("uri", ["databricks", "databricks-uc", "uc", "databricks://profile", "http://host:1/a"])
+def test_a_server_needs_no_lock(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setattr(mlflow.MlflowClient, "__init__", lambda self, uri: None)
+    monkeypatch.setattr(mlflow.MlflowClient, "get_experiment_by_name", lambda self, name: name)
+    monkeypatch.chdir(tmp_path)
+    ensure_experiment(LoggedRun(group="g", name="n", folder=Path(), project="p", tags={}, tracking_uri=uri))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_waits_in_vain_for_its_turn_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setattr(loggers, "_WAIT_SECONDS", 0.1)
+    uri = (tmp_path / "mlruns").as_uri()
+    with locked(tmp_path / ".mlruns.lock") as free:
+        assert free
+        ensure_experiment(LoggedRun(group="g", name="n", folder=tmp_path, project="p", tags={}, tracking_uri=uri))
+    assert mlflow.MlflowClient(uri).get_experiment_by_name("p") is not None
 
 
 # -- what needs no training --------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from composer_replication.diloco.serverless.locks import locked
 from composer_replication.drafts import written_whole
 from composer_replication.errors import RecipeError
 from composer_replication.isolate import Identity
@@ -29,6 +30,8 @@ __all__ = ["LoggedRun", "check_loggers", "ensure_experiment", "line_up", "logged
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny (or mlflow)"}
 _REMEMBERED = "loggers.json"
 _TRACKING = "MLFLOW_TRACKING_URI"
+_SERVERS = {"databricks", "databricks-uc", "uc"}  # written like a folder
+_WAIT_SECONDS = 60.0
 
 
 def check_loggers(recipe: Recipe) -> None:
@@ -108,14 +111,13 @@ def ensure_experiment(run: LoggedRun) -> None:
 
 def _one_at_a_time(tracking_uri: str) -> AbstractContextManager[Any]:
     """Files have no server that would put their users in order."""
-    from filelock import FileLock
-
     where = urlsplit(tracking_uri)
-    if where.scheme not in ("", "file", "sqlite"):
+    if where.scheme not in ("", "file", "sqlite") or tracking_uri in _SERVERS:
         return nullcontext()
     path = Path(url2pathname(where.path.removeprefix("/") if where.scheme == "sqlite" else where.path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(path.with_name(f".{path.name}.lock"))
+    # Who waits in vain goes on: the experiment is looked for once more.
+    return locked(path.with_name(f".{path.name}.lock"), wait_seconds=_WAIT_SECONDS)
 
 
 def logged_settings(recipe: Recipe, identity: Identity) -> dict[str, Any]:
