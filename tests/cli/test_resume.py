@@ -168,7 +168,7 @@ def test_one_launcher_at_a_time_looks_after_a_run(tmp_path: Path, capsys: pytest
 
 
 def test_a_folder_that_can_t_be_locked_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Any) -> None:
+    def refuse(self: Any, **_: Any) -> None:
         raise NotImplementedError("no locks here")
 
     monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
