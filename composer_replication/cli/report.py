@@ -20,7 +20,7 @@ from composer_replication.cli.status import open_place, place_of
 from composer_replication.cli.view import RunReader, shows_life
 from composer_replication.drafts import draft_of, written_whole
 from composer_replication.errors import RecipeError, ReplicationError, StoreError
-from composer_replication.recipe import load_recipe
+from composer_replication.recipe import load_recipe, task_of
 from composer_replication.report import Run, page, payload, read_file, run_from_json, run_to_json
 
 __all__ = ["report_command", "run_of"]
@@ -119,6 +119,7 @@ def _of_folder(folder: Path, said: list[str]) -> dict[str, Any]:
     with suppress(RecipeError):
         recipe = load_recipe(folder / "recipe.yaml")
         found |= {"seed": recipe.training.seed, "steps": recipe.training.steps, "training": _settings_of(recipe)}
+        found["task"] = task_of(recipe)
     summary = _json(folder / "summary.json")
     results = [_json(path) for path in sorted(folder.glob("replica-*/result.json"))]
     losses = [one["validation_loss"] for one in (summary, *results) if one.get("validation_loss") is not None]

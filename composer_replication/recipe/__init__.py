@@ -17,7 +17,7 @@ from composer_replication.recipe.schema import (
     StoreSection,
     TrainingSection,
 )
-from composer_replication.recipe.settings import controller_config, outer_config, policy_of
+from composer_replication.recipe.settings import controller_config, outer_config, policy_of, task_of
 
 __all__ = [
     "AutoLoCoSection",
@@ -38,6 +38,7 @@ __all__ = [
     "outer_config",
     "policy_of",
     "recipe_from",
+    "task_of",
     "to_yaml",
     "with_group",
 ]

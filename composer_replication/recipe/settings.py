@@ -5,9 +5,10 @@ Invariant: what these functions return passes; every ValueError of the core leav
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import fields
-from typing import TypeVar
+from dataclasses import asdict, fields
+from typing import Any, TypeVar
 
 from composer_replication.autoloco.config import AutoLoCoConfig, OuterConfig
 from composer_replication.autoloco.policies import make_policy
@@ -16,7 +17,7 @@ from composer_replication.collective.guards import Guards
 from composer_replication.errors import RecipeError
 from composer_replication.recipe.schema import Recipe
 
-__all__ = ["controller_config", "guards_of", "outer_config", "policy_of"]
+__all__ = ["controller_config", "guards_of", "outer_config", "policy_of", "task_of"]
 
 _T = TypeVar("_T")
 
@@ -54,6 +55,17 @@ def outer_config(recipe: Recipe) -> OuterConfig:
 def guards_of(recipe: Recipe) -> Guards:
     """How the recipe's fleet treats contributions. Raises ValueError that begins with the key."""
     return Guards(**{f.name: getattr(recipe.fleet, f.name) for f in fields(Guards)})
+
+
+def task_of(recipe: Recipe) -> dict[str, Any]:
+    """What is trained, with whatever policy: plain JSON values."""
+    found = {name: asdict(getattr(recipe, name)) for name in ("model", "data", "optimizer", "scheduler")}
+    for section in (found["model"], found["data"]):
+        own = section.pop("class_")
+        section["name"] = section["name"] or own
+    training = recipe.training
+    found |= {"gradient_clip": training.gradient_clip, "accumulate": training.accumulate}
+    return json.loads(json.dumps(found, default=str))
 
 
 def policy_of(recipe: Recipe) -> Policy:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from composer_replication.report.groups import Group, flat
+from composer_replication.report.groups import Group, first_losses, unlike
 from composer_replication.report.runs import Run
+from composer_replication.report.settings import differing_settings, flat, task_apart
 
-__all__ = ["about_size", "also_apart", "size_columns", "steps_words"]
+__all__ = ["about_size", "about_task", "also_apart", "size_columns", "steps_words"]
 
 _NO = "–"
 _MOST = 3  # settings that are named one by one
@@ -57,6 +58,67 @@ def about_size(groups: Sequence[Group]) -> list[str]:
     return [f"the runs differ in {names} ({words}): losses, bytes and times of unlike runs can't be compared"]
 
 
+def about_task(groups: Sequence[Group]) -> list[str]:
+    """Notices about what they were trained on, where it isn't the same in all, or may not be."""
+    firsts = [group.first for group in groups]
+    said: list[str] = []
+    names = task_apart(firsts)
+    if names:
+        words = "; ".join(_who_has(groups, name) for name in names[:_MOST])
+        rest = f"; and {len(names) - _MOST} more" if len(names) > _MOST else ""
+        weight = (
+            "their losses can't be compared"
+            if task_apart(firsts, losses_only=True)
+            else "some of the difference in their losses may be due to that"
+        )
+        said.append(f"the runs weren't trained on the same: {words}{rest}: {weight}")
+    silent = [group.label for group in groups if group.first.task is None]
+    if silent and len(silent) < len(groups):
+        said.append(
+            f"what the runs of {_listed(silent)} were trained on isn't recorded: whether it is the same as in the "
+            "others isn't known"
+        )
+    return said + _unsaid(groups)
+
+
+def _who_has(groups: Sequence[Group], name: str) -> str:
+    labels: dict[str, list[str]] = {}
+    for group in groups:
+        if group.first.task is not None:
+            labels.setdefault(flat(group.first.settings).get(name, "none")[:40], []).append(group.label)
+    return f"{name.removeprefix('task.')} " + ", ".join(f"{value} ({_listed(who)})" for value, who in labels.items())
+
+
+def _listed(labels: Sequence[str]) -> str:
+    rest = f" and {len(labels) - _MOST} more" if len(labels) > _MOST else ""
+    return ", ".join(labels[:_MOST]) + rest
+
+
+def _unsaid(groups: Sequence[Group]) -> list[str]:
+    """Of runs that don't say what they were trained on: what can be told from their rounds all the same."""
+    said: list[str] = []
+    silent = [group for group in groups if group.first.task is None]
+    found = [(group, other) for group in silent for other in groups if other is not group and unlike(group, other)]
+    pair = next(iter(found), None)
+    losses = first_losses(*pair) if pair else None
+    if pair and losses:
+        more = len({frozenset((group.label, other.label)) for group, other in found}) - 1
+        said.append(
+            f"the same seed gave another loss in the first round, before anything was exchanged ({pair[0].label}: "
+            f"{losses[0]:.4f}; {pair[1].label}: {losses[1]:.4f}{f'; and {more} pairs more' if more else ''}): they "
+            "weren't trained on the same data and model in the same way, so their losses aren't compared"
+        )
+    for index, group in enumerate(groups):
+        others = [other for other in groups[index + 1 :] if not differing_settings([group.first, other.first])]
+        alike = [other.label for other in others if {*group.by_seed} & {*other.by_seed}]
+        if alike:
+            said.append(
+                f"{group.label} and {_listed(alike)} have the same settings and seeds, and yet other rounds: something "
+                "that isn't recorded differs (data, a disturbance, software)"
+            )
+    return said
+
+
 def _differs(groups: Sequence[Group], of: Callable[[Run], str]) -> bool:
     told = {of(run) for group in groups for run in group.runs} - {_NO}
     return len(told) > 1
@@ -89,6 +151,6 @@ def _settings_apart(mine: Run, theirs: Run) -> list[str]:
         idle = "fixed" in policies and name.startswith(_ADAPTING)
         if here[name] == there[name] or idle or ("ddp" in policies and name == "codec"):
             continue
-        words = {"outer.lr": "outer learning rate"}.get(name, name.replace("outer.", "outer "))
+        words = {"outer.lr": "outer learning rate"}.get(name, name.replace("outer.", "outer ").removeprefix("task."))
         found.append(f"{words} {here[name][:40]}, not {there[name][:40]}")
     return found

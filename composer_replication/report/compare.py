@@ -10,7 +10,7 @@ from typing import Any
 
 from composer_replication.autoloco.schedule import fixed_intervals
 from composer_replication.report.figures import axis, band_traces, chart, line, log_axis, wall_clock
-from composer_replication.report.groups import Group
+from composer_replication.report.groups import COLOURS, Group
 from composer_replication.report.measures import bytes_of
 from composer_replication.report.rounds import Round
 from composer_replication.report.runs import Run
@@ -19,6 +19,8 @@ from composer_replication.report.series import AXES, Axis, band, band_of_logs, p
 __all__ = ["compare_charts"]
 
 Chart = dict[str, Any]
+_FALL = 0.1  # the share of the steps in which losses fall most
+_FEW = 20  # points of a curve that can all be seen
 
 
 def compare_charts(groups: Sequence[Group]) -> list[Chart]:
@@ -36,19 +38,27 @@ def _curves(
     words: str,
     *,
     logs: bool = False,
-    **more: Any,
+    held: bool = False,
 ) -> list[dict[str, Any]]:
     """With `logs` mean and spread are those of the logarithms: what is drawn on such a scale can't fall below zero."""
     unit = _unit(groups, along)
     found: list[dict[str, Any]] = []
     for group in groups:
         each = [[(x / unit[0], y) for x, y in points(run, along, value) if y > 0 or not logs] for run in group.runs]
-        each = [one for one in each if one]
-        curve = band_of_logs(each) if logs else band(each)
+        each = [[(0.0, one[0][1]), *one] if held else one for one in each if one]
+        curve = band_of_logs(each) if logs else band(each, held=held)
         if curve.x:
             hover = f"{words} %{{y:.4g}}<br>{unit[1]} %{{x:,.4~g}}<extra>%{{fullData.name}}</extra>"
-            found += band_traces(group.label, curve, group.colour, hover, len(each), **more)
+            found += band_traces(
+                group.label, curve, group.colour, hover, len(each), **_stroke(group, groups, held=held)
+            )
     return found
+
+
+def _stroke(group: Group, groups: Sequence[Group], *, held: bool = False) -> dict[str, Any]:
+    """More groups than colours are told apart by their strokes; their bands would cover one another."""
+    line = {"dash": group.stroke} if group.stroke else {}
+    return {"line": {**line, "shape": "vh"} if held else line, "banded": len(groups) <= COLOURS}
 
 
 def _unit(groups: Sequence[Group], along: Axis) -> tuple[float, str]:
@@ -70,8 +80,34 @@ def _loss(groups: Sequence[Group]) -> Chart | None:
         variants.append((along.name, curves, layout))
     several = any(len(group.runs) > 1 for group in groups)
     note = "Mean over the replicas that were averaged, and over the steps of each interval"
-    note += "; of several seeds their mean, with one standard deviation to both sides." if several else "."
+    if several:
+        spread = ", with one standard deviation to both sides" if len(groups) <= COLOURS else ""
+        note += f"; of several seeds their mean{spread}"
+    note += "."
+    span = _after_the_fall(variants)
+    for _, _, layout in variants if span else ():
+        layout["yaxis"]["range"] = span
+    note += " The scale is that of the losses after the first tenth; double-click shows all." if span else ""
     return chart("loss", "Loss", variants, note=note, height=400, axis_switch="against")
+
+
+def _after_the_fall(variants: Sequence[tuple[str, list[dict[str, Any]], dict[str, Any]]]) -> list[float] | None:
+    """The range of the losses behind the first tenth of the steps, where the fall before would hide what is in it."""
+    curves = next((curves for name, curves, _ in variants if name == "steps"), [])
+    rest = [
+        y
+        for curve in curves
+        for x, y in zip(curve["x"], curve["y"], strict=True)
+        if x > _FALL * curve["x"][-1] and y is not None
+    ]
+    every = [y for curve in curves for y in curve["y"] if y is not None]
+    if max((len(curve["x"]) for curve in curves), default=0) < _FEW or not rest:
+        return None
+    low, high = min(rest), max(rest)
+    if high - low > 0.8 * (max(every) - min(every)) or high == low:
+        return None
+    room = 0.04 * (high - low)
+    return [low - room, high + room]
 
 
 def _each_replica(run: Run, along: Axis, unit: float) -> list[dict[str, Any]]:
@@ -97,14 +133,15 @@ def _communication(groups: Sequence[Group]) -> Chart | None:
         curve = band(each)
         if curve.x:
             hover = "%{y:.4g} MB sent<br>after %{x:,} steps<extra>%{fullData.name}</extra>"
-            sent += band_traces(group.label, curve, group.colour, hover, len(each))
+            sent += band_traces(group.label, curve, group.colour, hover, len(each), **_stroke(group, groups))
     if sent:
         layout = {
             "xaxis": axis("Inner steps of each replica"),
             "yaxis": axis("MB sent so far, all replicas together", rangemode="tozero"),
         }
         variants.append(("bytes", [*sent, *_at_fixed(groups, bytes_of)], layout))
-    note = "How often the replicas had exchanged by then. The dashed line is a fixed interval of the base horizon."
+    note = "How often the replicas had exchanged by then."
+    note += " The dashed line is a fixed interval of the base horizon." if _at_fixed(groups, None) else ""
     return chart("communication", "Communication", variants, note=note, axis_switch="in")
 
 
@@ -125,9 +162,12 @@ def _at_fixed(groups: Sequence[Group], spent: Callable[[Run], Any] | None) -> li
 
 
 def _intervals(groups: Sequence[Group]) -> Chart | None:
-    curves = _curves(groups, AXES[0], lambda one: float(one.horizon), "interval of", line={"shape": "hv"})
+    curves = _curves(groups, AXES[0], lambda one: float(one.steps), "interval of", held=True)
     layout = {"xaxis": axis("Inner steps of each replica"), "yaxis": axis("Interval (steps)", rangemode="tozero")}
-    return chart("intervals", "Intervals", [("", curves, layout)], note="Inner steps between two exchanges.")
+    note = "Inner steps that were taken between two exchanges"
+    if len(groups) <= COLOURS and any(len(group.runs) > 1 for group in groups):
+        note += "; of several seeds their mean, with one standard deviation, at most the seeds' range, to both sides"
+    return chart("intervals", "Intervals", [("", curves, layout)], note=f"{note}.")
 
 
 def _measured(groups: Sequence[Group]) -> Chart | None:

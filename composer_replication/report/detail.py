@@ -49,7 +49,7 @@ def detail_charts(run: Run, *, segments: int = _MOST_SEGMENTS) -> list[Chart]:
 
 def _decisions(run: Run) -> Chart | None:
     ends = [0, *(one.position for one in run.rounds)]
-    lengths = [one.horizon for one in run.rounds]
+    lengths = [_interval(run, one) for one in run.rounds]
     traces = [
         line("interval", ends, [*lengths, *lengths[-1:]], "@muted", width=1.5, line={"shape": "hv"}, hoverinfo="skip")
     ]
@@ -64,7 +64,7 @@ def _decisions(run: Run) -> Chart | None:
             marks(
                 name,
                 [one.position for one in found],
-                [one.horizon for one in found],
+                [_interval(run, one) for one in found],
                 ASSESSMENTS.get(assessment, "@muted"),
                 symbol if assessment else "circle-open",
                 size=_SIZES.get(symbol, 9) if assessment else 7,
@@ -75,6 +75,11 @@ def _decisions(run: Run) -> Chart | None:
     layout = {"xaxis": axis(_STEPS), "yaxis": axis("Interval (token-equivalent steps)", rangemode="tozero")}
     note = "Each mark is a round: its colour says how the interval was assessed, its shape what was decided."
     return chart("decisions", "Intervals and decisions", [("", traces, layout)], note=note, height=400)
+
+
+def _interval(run: Run, one: Round) -> int:
+    """What was planned; of the last one, which the end of the run cuts short, what was trained of it."""
+    return min(one.horizon, one.steps) if run.steps and one.position >= run.steps else one.horizon
 
 
 def _place(order: Sequence[str], name: str) -> int:
@@ -270,7 +275,7 @@ def _bytes(run: Run) -> Chart | None:
         "barmode": "group",
         "bargap": 0.35,
         "xaxis": axis("MB in the whole run", rangemode="tozero"),
-        "yaxis": _replica_axis(list(spent.by_replica)),
+        "yaxis": {**_replica_axis(list(spent.by_replica)[::-1]), "autorange": "reversed"},  # bars as in the legend
     }
     note = "Blobs: contributions and means. Pointers and heartbeats, some kilobytes a round, are not counted."
     return chart("bytes", "Bytes of each replica", [("", traces, layout)], note=note, height=_rows(len(names)) + 60)

@@ -27,6 +27,7 @@ from composer_replication.report.runs import Run
 __all__ = ["facts_of", "percent", "spread"]
 
 Fact = dict[str, Any]
+_MOST_BARS = 5
 
 
 def facts_of(group: Group, groups: Sequence[Group]) -> list[Fact]:
@@ -135,9 +136,10 @@ def _loss(group: Group, groups: Sequence[Group], base: Group | None) -> Fact:
         who = "" if len(group.runs) == 1 else f" of {len(lost)} of {len(group.runs)} runs"
         fact["lines"].append(f"Losses{who} are not finite from {since(min(lost, key=lambda one: one.position))} on.")
     elif validated and trained:
-        fact["lines"].append(f"Training loss of the last round {spread(trained)}{_first(group)}.")
+        began = f", of the first {first}" if (first := _first(group)) else ""
+        fact["lines"].append(f"Training loss of the last round {spread(trained)}{began}.")
     if not validated and not lost:
-        fact["lines"].append(f"Training loss of the last round{_first(group)}.")
+        fact["lines"].append(f"Training loss of the first round {first}." if (first := _first(group)) else "")
         done = any(run.ended for run in group.runs)
         fact["lines"].append("No validation loss was recorded." if done else "Validation comes at the end.")
     others = [base] if base else comparable(groups, group)[:1]
@@ -147,25 +149,26 @@ def _loss(group: Group, groups: Sequence[Group], base: Group | None) -> Fact:
         )
         if line:
             fact["lines"] += [line, also_apart(group, other)]
-    fact["lines"] = [line for line in fact["lines"] if line]
-    fact["bars"] = _loss_bars([group, *comparable(groups, group)])
+    fact["bars"], left_out = _loss_bars(group, comparable(groups, group))
+    fact["lines"] = [line for line in (*fact["lines"], left_out) if line]
     return fact
 
 
 def _first(group: Group) -> str:
+    """Of the first round, '5.2369'; "" if it isn't known."""
     known = [run.rounds[0].loss for run in group.runs if run.rounds and run.rounds[0].loss is not None]
-    return f", of the first {fmean(loss for loss in known if loss is not None):.4f}" if known else ""
+    return f"{fmean(loss for loss in known if loss is not None):.4f}" if known else ""
 
 
 def _difference(group: Group, other: Group, measure: Any, what: str) -> str:
     """With a minus sign where `group` is lower; seed by seed where both have the same."""
-    mine = {run.seed: loss for run in group.runs if (loss := measure(run)) is not None}
-    theirs = {run.seed: loss for run in other.runs if (loss := measure(run)) is not None}
+    mine, theirs = ([loss for run in one.runs if (loss := measure(run)) is not None] for one in (group, other))
     if not mine or not theirs:
         return ""
-    shared = [seed for seed in mine if seed in theirs]
-    if len(shared) > 1:
-        apart = [mine[seed] - theirs[seed] for seed in shared]
+    here, there = group.by_seed, other.by_seed
+    pairs = [(measure(run), measure(there[seed])) for seed, run in here.items() if seed in there]
+    apart = [one - two for one, two in pairs if one is not None and two is not None]
+    if len(apart) > 1:
         low = sum(one < 0 for one in apart)
         sign = f"{'lower' if fmean(apart) < 0 else 'higher'} than {other.label}"
         count = low if fmean(apart) < 0 else len(apart) - low
@@ -173,29 +176,34 @@ def _difference(group: Group, other: Group, measure: Any, what: str) -> str:
             f"{what[0].upper()}{what[1:]} {abs(fmean(apart)):.4f} ± {stdev(apart):.4f} {sign}, "
             f"in {count} of {len(apart)} seeds."
         )
-    apart = fmean(mine.values()) - fmean(theirs.values())
-    word = "lower" if apart < 0 else "higher"
-    return f"{what[0].upper()}{what[1:]} {abs(apart):.4f} {word} than {other.label} ({fmean(theirs.values()):.4f})."
+    whole = fmean(mine) - fmean(theirs)
+    word = "lower" if whole < 0 else "higher"
+    return f"{what[0].upper()}{what[1:]} {abs(whole):.4f} {word} than {other.label} ({fmean(theirs):.4f})."
 
 
-def _loss_bars(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def _loss_bars(group: Group, others: Sequence[Group]) -> tuple[list[dict[str, Any]], str]:
+    """(the group itself and the lowest of the others, what is left out)."""
     found: list[dict[str, Any]] = []
     for measure in (validation, end_loss):
         found = [
-            {"label": group.label, "values": losses, "colour": group.colour}
-            for group in groups
-            if (losses := [loss for run in group.runs if (loss := measure(run)) is not None])
+            {"label": one.label, "values": losses, "colour": one.colour}
+            for one in (group, *others)
+            if (losses := [loss for run in one.runs if (loss := measure(run)) is not None])
         ]
         if len(found) > 1:
             break
-    return (
-        []
-        if len(found) < 2
-        else [
-            {"label": one["label"], "text": spread(one["values"]), "colour": one["colour"], "value": None}
-            for one in sorted(found, key=lambda one: fmean(one["values"]))[:5]
-        ]
-    )
+    if len(found) < 2:
+        return [], ""
+    lowest = sorted(found, key=lambda one: fmean(one["values"]))
+    shown = [one for one in lowest if one["label"] == group.label]
+    shown += [one for one in lowest if one["label"] != group.label][: _MOST_BARS - len(shown)]
+    bars = [
+        {"label": one["label"], "text": spread(one["values"]), "colour": one["colour"], "value": None}
+        for one in lowest
+        if one in shown
+    ]
+    left = len(found) - len(bars)
+    return bars, f"Listed: this one and the lowest others; {left} more in the table below." if left else ""
 
 
 # -- time ------------------------------------------------------------------------------------------------------------
@@ -208,7 +216,7 @@ def _time(group: Group) -> Fact:
         seconds = [value for run in group.runs if isinstance(value := run.result.get("seconds"), (int, float))]
         fact["lines"] = ["How long replicas trained and waited was not recorded."]
         if seconds:
-            simulated = all(run.raw.get("source") == "simulation" for run in group.runs)
+            simulated = all(run.simulated for run in group.runs)
             what = "Simulating it took" if simulated else "From the launch to the last replica's end it took"
             fact["lines"].append(f"{what} {duration(fmean(seconds))}{' on average' if len(seconds) > 1 else ''}.")
         return fact

@@ -92,16 +92,20 @@ def marks(
     }
 
 
-def band_traces(name: str, curve: Curve, colour: int, hover: str, count: int = 1, **more: Any) -> list[Trace]:
-    """A mean, with its band behind it if it is one of several."""
+def band_traces(
+    name: str, curve: Curve, colour: int, hover: str, count: int = 1, *, banded: bool = True, **more: Any
+) -> list[Trace]:
+    """A mean, with its band behind it if it is one of several; not so if it isn't to be `banded`."""
     own = f"@c{colour}"
     found: list[Trace] = []
-    if curve.low is not None and curve.high is not None:
+    if banded and curve.low is not None and curve.high is not None:
         edge = {"showlegend": False, "hoverinfo": "skip", "legendgroup": safe(name), "width": 0, **more}
         found.append(line(f"{name} low", curve.x, curve.low, own, **dict(edge)))
         filled = {"fill": "tonexty", "fillcolor": f"{own}/0.18", **edge}
         found.append(line(f"{name} high", curve.x, curve.high, own, **filled))
         name = f"{name} (mean of {count} ± sd)"
+    elif count > 1:
+        name = f"{name} (mean of {count})"
     legend = found[0]["legendgroup"] if found else safe(name)
     found.append(line(name, curve.x, curve.y, own, hovertemplate=hover, legendgroup=legend, **more))
     return found

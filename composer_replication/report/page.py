@@ -14,11 +14,11 @@ from importlib import resources
 from typing import Any
 
 from composer_replication import __version__
-from composer_replication.report.apart import about_size, steps_words
+from composer_replication.report.apart import about_size, about_task, steps_words
 from composer_replication.report.compare import compare_charts
 from composer_replication.report.detail import detail_charts
 from composer_replication.report.facts import facts_of
-from composer_replication.report.groups import group_runs
+from composer_replication.report.groups import Group, focus_of, group_runs
 from composer_replication.report.measures import diverged, since
 from composer_replication.report.runs import Run
 from composer_replication.report.tables import comparison, rounds_table, settings_table
@@ -38,16 +38,15 @@ def payload(
     """What the page shows. `notices` are about the whole, `live` about a run that goes on, `written` is a date."""
     groups, said = group_runs(runs)
     shown = [run for group in groups for run in group.runs]
-    focus = next((i for i, group in enumerate(groups) if group.first.policy == "autoloco"), 0)
     segments = max(300, 9000 // max(3, len(shown)))
     return {
         "title": _title(shown),
         "subtitle": _subtitle(shown),
         "generator": GENERATOR,
         "written": written,
-        "notices": [*notices, *about_size(groups), *said, *_notices(runs)],
+        "notices": [*notices, *about_size(groups), *about_task(groups), *said, *_notices(runs)],
         "live": dict(live) if live is not None else None,
-        "focus": focus,
+        "focus": focus_of(groups),
         "groups": [
             {
                 "label": group.label,
@@ -61,13 +60,13 @@ def payload(
         "comparison": comparison(groups) if len(shown) > 1 else None,
         "runs": [
             {
-                "label": _label(run, group.label, len(shown)),
+                "label": label,
                 "group": index,
                 "charts": detail_charts(run, segments=segments),
                 "rounds": rounds_table(run),
             }
             for index, group in enumerate(groups)
-            for run in group.runs
+            for run, label in zip(group.runs, _run_labels(group, len(shown)), strict=True)
         ],
         "settings": settings_table(groups),
         "sources": list(dict.fromkeys(run.source for run in shown)),
@@ -97,10 +96,14 @@ def _subtitle(runs: Sequence[Run]) -> str:
     return ", ".join(parts)
 
 
-def _label(run: Run, label: str, count: int) -> str:
+def _run_labels(group: Group, count: int) -> list[str]:
+    """No two alike: where the seeds are, it is said where each was read."""
     if count == 1:
-        return run.name
-    return f"{label}, seed {run.seed}" if run.seed is not None else f"{label}, {run.name}"
+        return [group.first.name]
+    found = [f"{group.label}, {run.name if run.seed is None else f'seed {run.seed}'}" for run in group.runs]
+    return [
+        f"{one} ({run.source})" if found.count(one) > 1 else one for one, run in zip(found, group.runs, strict=True)
+    ]
 
 
 def _notices(runs: Sequence[Run]) -> list[str]:

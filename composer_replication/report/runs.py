@@ -65,6 +65,17 @@ class Run:
             return None  # it has no base: what it is compared with must be said by others
         return self.rounds[0].horizon if self.rounds and self.rounds[0].horizon > 0 else None
 
+    @property
+    def simulated(self) -> bool:
+        return self.raw.get("source") == "simulation"
+
+    @property
+    def task(self) -> Mapping[str, Any] | None:
+        """What was trained: model, data, optimizer and its schedule, and whether something disturbed it. None where
+        that isn't recorded."""
+        told = self.settings.get("task")
+        return told if isinstance(told, Mapping) and told else None
+
     @cached_property
     def ids(self) -> tuple[int, ...]:
         """Every replica that took part, or told anything."""
@@ -131,7 +142,15 @@ def _with_state(run: Run, said: list[str], live: bool, running: bool | None) -> 
         gone = "it has not ended, and no replica shows life: interrupted"
         state = unknown if running is None else "it still runs" if running else gone
         said.append(f"{state}: {run.position}{f' of {run.steps}' if run.steps else ''} steps")
+    elif not live and ended is None and running is None and not _is_last(run.raw.get("rounds")):
+        said.append(f"whether it went on after step {run.position} isn't known: it has no end, and no number of steps")
     return replace(run, ended=ended, notices=tuple(said), memo={})
+
+
+def _is_last(rounds: Any) -> bool:
+    """Whether the last record says that nobody went on from it: then it has no observation."""
+    last = items_of(rounds)[-1:]
+    return any(isinstance(one, Mapping) and one.get("observation", ...) is None for one in last)
 
 
 def _stretches(losses: Iterable[Any]) -> tuple[Round, ...]:
@@ -165,7 +184,11 @@ def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
         "time",
     )
     gone = (*own, "recipe", "validation_loss", "digest", "bytes_sent", "seconds", "created")
-    return {name: value for name, value in values.items() if name not in gone}
+    found = {name: value for name, value in values.items() if name not in gone}
+    task, recipe = found.get("task"), found.get("training")
+    if isinstance(task, Mapping) and isinstance(recipe, Mapping):  # the recipe's words for the same
+        found["training"] = {name: value for name, value in recipe.items() if name not in task}
+    return found
 
 
 def _old_result(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,8 +104,11 @@ class Curve:
     high: list[float] | None = None
 
 
-def band(each: Sequence[Points]) -> Curve:
-    """One curve of several. x ascends in each of them."""
+def band(each: Sequence[Points], *, held: bool = False) -> Curve:
+    """One curve of several. x ascends in each of them.
+
+    `held`: a value is that of all up to its x, not only there; and the spread isn't drawn wider than the values are.
+    """
     each = [one for one in each if one]
     if not each:
         return Curve(x=[], y=[])
@@ -115,15 +118,15 @@ def band(each: Sequence[Points]) -> Curve:
     first, last = max(one[0][0] for one in each), min(one[-1][0] for one in each)
     xs = sorted({x for one in each for x, _ in one if first <= x <= last})
     xs = [x for x, _ in thinned([(x, 0.0) for x in xs])]
-    rows = [[_at(one, x) for one in each] for x in xs]
+    rows = [[_held(one, x) if held else _at(one, x) for one in each] for x in xs]
     middle = [sum(row) / len(row) for row in rows]
     width = [_deviation(row, m) for row, m in zip(rows, middle, strict=True)]
-    return Curve(
-        x=xs,
-        y=middle,
-        low=[m - w for m, w in zip(middle, width, strict=True)],
-        high=[m + w for m, w in zip(middle, width, strict=True)],
-    )
+    low = [m - w for m, w in zip(middle, width, strict=True)]
+    high = [m + w for m, w in zip(middle, width, strict=True)]
+    if held:
+        low = [max(one, min(row)) for one, row in zip(low, rows, strict=True)]
+        high = [min(one, max(row)) for one, row in zip(high, rows, strict=True)]
+    return Curve(x=xs, y=middle, low=low, high=high)
 
 
 def band_of_logs(each: Sequence[Points]) -> Curve:
@@ -145,6 +148,10 @@ def _at(points: Points, x: float) -> float:
         return points[index][1]
     (x0, y0), (x1, y1) = points[index - 1], points[index]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def _held(points: Points, x: float) -> float:
+    return points[bisect_left(points, (x, float("-inf")))][1]
 
 
 def thinned(points: Points) -> Points:

@@ -12,7 +12,7 @@ from typing import Any
 from composer_replication.readable import byte_count, duration
 from composer_replication.report.apart import size_columns
 from composer_replication.report.facts import percent, spread
-from composer_replication.report.groups import Group, baseline_of, differing_settings, flat
+from composer_replication.report.groups import Group, baseline_of
 from composer_replication.report.measures import (
     away,
     bytes_of,
@@ -27,6 +27,7 @@ from composer_replication.report.measures import (
 from composer_replication.report.rounds import number, object_of
 from composer_replication.report.runs import Run
 from composer_replication.report.series import AXES
+from composer_replication.report.settings import differing_settings, flat, shown_settings
 
 __all__ = ["comparison", "rounds_table", "settings_table"]
 
@@ -41,18 +42,20 @@ _ABOUT_TIME = (
     "the replicas' time in which they trained."
 )
 
+_ABOUT_TASK = "What these runs were trained on isn't recorded: that it is the same in all can't be told from here."
+
 
 def comparison(groups: Sequence[Group]) -> Table:
     """A line for each group."""
     columns: list[tuple[str, list[str]]] = [
         ("", [group.label for group in groups]),
         ("seeds", [", ".join(_NO if seed is None else str(seed) for seed in group.seeds) for group in groups]),
-        *size_columns(groups),
         ("rounds", [_over(group, lambda run: float(run.exchanges), "{:,.0f}") for group in groups]),
         ("of fixed", [_of_fixed(group, groups) for group in groups]),
         ("sent", [_sent(group) for group in groups]),
         ("training loss", [_trained(group) for group in groups]),
         ("validation loss", [_over(group, validation) for group in groups]),
+        *size_columns(groups),
         ("wall-clock", [_wall_clock(group) for group in groups]),
         ("training", [_training(group) for group in groups]),
     ]
@@ -62,6 +65,8 @@ def comparison(groups: Sequence[Group]) -> Table:
     notes += [_ABOUT_DDP.format(group.first.codec) for group in groups if group.first.policy == "ddp"][:1]
     if any(times_of(run) for group in groups for run in group.runs):
         notes.append(_ABOUT_TIME)
+    if len(groups) > 1 and all(group.first.task is None for group in groups):
+        notes.append(_ABOUT_TASK)
     return {
         "columns": [name for name, _ in columns],
         "rows": rows,
@@ -115,13 +120,14 @@ def settings_table(groups: Sequence[Group]) -> list[Table]:
     """What differs between the groups, then what is the same, then the versions."""
     if not groups:
         return []
-    each = [flat(group.first.settings) for group in groups]
+    each = [shown_settings(group.first) for group in groups]
     names = list(dict.fromkeys(name for one in each for name in one))
     differing = set(differing_settings([group.first for group in groups]))
     labels = [group.label for group in groups]
     found: list[Table] = []
     if differing:
-        rows = [[name, *(one.get(name, _NO) for one in each)] for name in names if name in differing]
+        told = sorted(differing, key=lambda name: (not all(name in one for one in each), names.index(name)))
+        rows = [[name, *(one.get(name, _NO) for one in each)] for name in told]
         found.append({"title": "What differs", "columns": ["setting", *labels], "rows": rows})
     same = [[name, each[0][name]] for name in names if name not in differing]
     if same:

@@ -65,6 +65,7 @@ class SimulatedRun:
     validation_loss: float  # of the shared weights, in nats per label
     digest: str
     elements: int  # of the shared tensors
+    disturbance: str | None = None  # the name of its kind
 
     @property
     def bytes_sent(self) -> int:
@@ -119,6 +120,7 @@ def simulate(
         validation_loss=first.validation_loss(),
         digest=first.digest,
         elements=sum(p.numel() for p in first.model.parameters() if p.requires_grad),
+        disturbance=None if disturbance is None else type(disturbance).__name__,
     )
 
 

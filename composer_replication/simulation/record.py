@@ -15,7 +15,7 @@ import torch
 
 from composer_replication import __version__
 from composer_replication.diloco.round_record import RECORD_VERSION, record_of
-from composer_replication.recipe import Recipe, outer_config, policy_of
+from composer_replication.recipe import Recipe, outer_config, policy_of, task_of
 from composer_replication.simulation.data_parallel import DataParallelRun
 from composer_replication.simulation.fleet import SimulatedRun
 
@@ -36,6 +36,7 @@ def record_of_simulation(
         "steps": run.steps,
         "elements": run.elements,
         "base_horizon": recipe.autoloco.base_horizon,
+        "task": {**task_of(recipe), "disturbance": None if isinstance(run, DataParallelRun) else run.disturbance},
         "versions": {
             "composer-replication": __version__,
             "torch": torch.__version__,

@@ -119,6 +119,18 @@ def test_the_page(browser: Any, report: str, size: tuple[int, int], scheme: str)
         assert page.locator("#settings-tables summary").inner_text() == "Settings and versions"
 
 
+def test_a_table_that_is_cut_says_that_it_goes_on(browser: Any, report: str) -> None:
+    with opened(browser, report, PHONE) as page:
+        page.wait_for_selector(".frame.cut .hint >> visible=true")
+        assert "scroll it sideways" in page.locator(".frame.cut .hint").first.inner_text()
+        assert page.locator("#rounds-table summary").inner_text().startswith("Every round as a table, the newest first")
+    with opened(browser, report) as page:
+        page.wait_for_function("() => document.querySelector('.frame')")
+        table = page.locator(".frame").first
+        fits = table.evaluate("node => node.querySelector('.scroll').scrollWidth <= node.clientWidth")
+        assert fits != table.locator(".hint").is_visible()
+
+
 def test_switches_another_run_and_pictures(browser: Any, report: str, tmp_path: Path) -> None:
     with opened(browser, report) as page:
         buttons = page.locator(".switch button")

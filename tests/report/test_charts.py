@@ -92,6 +92,47 @@ def test_a_mean_and_its_band() -> None:
     assert band([[(1, 2.0)]]).low is None and band([]).x == []
 
 
+def chart_of(runs: list[Any], name: str) -> dict[str, Any]:
+    return next(chart for chart in payload(runs)["charts"] if chart["id"] == name)
+
+
+def test_intervals_are_those_that_were_trained() -> None:
+    """The last one was planned much longer than the run; and seeds are held apart in steps, not slopes."""
+    one = run_json("qsr", seed=1, intervals=(10, 40, 50))
+    one["rounds"][-1]["horizon"] = 2238
+    two = run_json("qsr", seed=2, intervals=(20, 30, 50))
+    drawn = chart_of([run_from_json(values, source="s") for values in (one, two)], "intervals")
+    low, high, middle = drawn["variants"][0]["data"]
+    assert middle["x"] == [0, 10, 20, 50, 100] and middle["y"] == [15, 15, 30, 35, 50]
+    assert low["y"] == [10, 10, 20, 30, 50] and high["y"] == [20, 20, 40, 40, 50]  # sd of two is wider than they are
+    assert middle["line"]["shape"] == "vh" and "that were taken" in drawn["note"]
+    decisions = detail_charts(run_from_json(one, source="s"))[0]
+    heights = [y for trace in decisions["variants"][0]["data"] for y in trace["y"]]
+    assert max(heights) == 50
+
+
+def test_losses_are_drawn_from_behind_their_fall_on() -> None:
+    long = run_json(intervals=(4,) * 25, last_loss=1.0)
+    for index, one in enumerate(long["rounds"]):
+        for told in one["replicas"].values():
+            told["loss"] = 5.0 - index if index < 2 else 2.0 - 0.04 * index
+    drawn = chart_of([run_from_json(long, source="s")], "loss")
+    room = 0.04 * (1.92 - 1.04)
+    for variant in drawn["variants"]:
+        assert variant["layout"]["yaxis"]["range"] == pytest.approx([1.04 - room, 1.92 + room])
+    assert drawn["note"].endswith("double-click shows all.")
+    short = chart_of([loaded()], "loss")
+    assert all("range" not in variant["layout"]["yaxis"] for variant in short["variants"])
+    assert "double-click" not in short["note"]
+
+
+def test_bars_of_bytes_stand_in_the_order_of_their_legend() -> None:
+    drawn = next(chart for chart in detail_charts(loaded()) if chart["id"] == "bytes")["variants"][0]
+    assert [trace["name"] for trace in drawn["data"]] == ["sent", "received"]
+    axis = drawn["layout"]["yaxis"]  # from the top down, so that the first is above
+    assert axis["autorange"] == "reversed" and axis["categoryarray"] == ["replica 0", "replica 1"]
+
+
 def test_long_curves_are_thinned_and_keep_their_end() -> None:
     kept = thinned([(float(i), 0.0) for i in range(10_001)])
     assert len(kept) <= 2001 and kept[-1][0] == 10_000

@@ -78,6 +78,14 @@ def test_against_the_fixed_interval_seed_by_seed() -> None:
     assert (own["answer"], own["unit"]) == ("0 %", "saved in rounds")
 
 
+def test_a_run_that_is_not_finished_says_what_it_has_of_losses() -> None:
+    values = run_json(validation=None)
+    values["rounds"] = values["rounds"][:5]
+    loss = facts(values)[1]
+    assert (loss["answer"], loss["unit"]) == ("2.5000", "training loss, last round")
+    assert loss["lines"] == ["Training loss of the first round 4.5000.", "Validation comes at the end."]
+
+
 def test_more_rounds_than_a_fixed_interval_are_called_so() -> None:
     saved = facts(run_json(intervals=(5,) * 20))[0]
     assert (saved["answer"], saved["unit"]) == ("100 %", "more rounds")

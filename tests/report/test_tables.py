@@ -79,6 +79,7 @@ def test_a_fixed_interval_is_a_dashed_line_in_rounds_and_in_megabytes() -> None:
         (dashed,) = [line for line in variant["data"] if line["line"].get("dash") == "dash"]
         assert dashed["name"] == "fixed interval of 10" and dashed["x"] == [0, 100]
         assert dashed["y"] == [0.0, pytest.approx(end)]
+    assert "dashed line" in found["note"]
     for one in values["rounds"]:  # where bytes aren't known there is none of them
         one["replicas"] = {}
     charts = payload([run_from_json({**values, "elements": None}, source="a file")])["charts"]
@@ -86,8 +87,10 @@ def test_a_fixed_interval_is_a_dashed_line_in_rounds_and_in_megabytes() -> None:
         "rounds"
     ]
     beside = payload([run_from_json(run_json(name, seed=1), source="a file") for name in ("autoloco", "fixed")])
-    shown = next(one for one in beside["charts"] if one["id"] == "communication")["variants"]
-    assert not any(line["line"].get("dash") for variant in shown for line in variant["data"])  # it is there itself
+    beside = next(one for one in beside["charts"] if one["id"] == "communication")
+    drawn = [line for variant in beside["variants"] for line in variant["data"]]
+    assert not any(line["line"].get("dash") for line in drawn)  # it is there itself
+    assert "dashed" not in beside["note"]
 
 
 def test_durations_say_what_they_count() -> None:

@@ -168,13 +168,19 @@
 
   // -- tables --------------------------------------------------------------------------------------------------
 
+  // A table that is cut at its edge says so, also one that is opened, or made narrow, later.
+  const wider = new ResizeObserver((all) => all.forEach(({ target }) =>
+    target.parentNode?.classList.toggle("cut", target.scrollWidth > target.clientWidth + 1)));
+
   function table(one, tall = false) {
     const short = (text) => text.length < 24;
     const rows = one.rows.map((cells, at) => make("tr", {}, ...cells.map((text, index) => (index === 0
       ? make("th", { scope: "row" }, one.colours ? swatch(one.colours[at]) : null, text)
       : make("td", { class: short(text) ? "tight" : null }, text)))));
-    return make("div", { class: tall ? "scroll tall" : "scroll", tabindex: "0", role: "region", "aria-label": one.title || "table" },
+    const scroll = make("div", { class: tall ? "scroll tall" : "scroll", tabindex: "0", role: "region", "aria-label": one.title || "table" },
       make("table", {}, make("thead", {}, make("tr", {}, ...one.columns.map((text) => make("th", { scope: "col" }, text)))), make("tbody", {}, ...rows)));
+    wider.observe(scroll);
+    return make("div", { class: "frame" }, make("p", { class: "hint" }, "The table goes on to the right: scroll it sideways →"), scroll);
   }
 
   // -- the page ------------------------------------------------------------------------------------------------
@@ -241,7 +247,7 @@
     slots.detail.replaceChildren(make("div", { class: "pick" }, make("h2", {}, several ? "One run in detail" : "In detail"), pick));
     fill(slots.details, "run", run.charts, `run ${state.run}`);
     slots.rounds.replaceChildren(...(run.rounds.rows.length ? [make("details", { id: "rounds-table", ...opened("rounds-table") },
-      make("summary", {}, `Every round as a table${run.rounds.note ? ` (${run.rounds.note})` : ""}`), table({ title: "rounds", ...run.rounds }, true))] : []));
+      make("summary", {}, `Every round as a table, the newest first${run.rounds.note ? ` (${run.rounds.note})` : ""}`), table({ title: "rounds", ...run.rounds }, true))] : []));
   }
 
   // -- live ----------------------------------------------------------------------------------------------------
