@@ -12,7 +12,7 @@ from typing import Any
 from composer_replication.cli.live import COLUMNS, Row, cells
 from composer_replication.cli.report import run_of
 from composer_replication.cli.view import RunReader, shows_life
-from composer_replication.errors import ReplicationError
+from composer_replication.errors import ObjectCorrupt, ReplicationError
 from composer_replication.report import Run, payload
 from composer_replication.report.live import LiveServer
 
@@ -63,16 +63,20 @@ def live_look(reader: RunReader, source: str) -> Callable[[], Mapping[str, Any]]
         said: list[str] = []
         runs: list[Run] = []
         rows: Sequence[Row] = []
-        state = "waiting"
+        lost = False
         try:
-            runs.append(run_of(reader, source, live=True))
+            try:
+                runs.append(run_of(reader, source, live=True))
+            except ObjectCorrupt as error:  # the store answers
+                said.append(str(error))
             rows = reader.view("").rows
-            state = "ended" if reader.ended else _state(rows)
+            said += [f"replica {row.replica}: {row.note}" for row in rows if row.state == "unreadable"]
         except ReplicationError as error:
             said.append(str(error))
-            runs = runs or (kept if reader.fleet is not None else [])
-            state = "lost" if runs else "waiting"
+            lost = True
+        runs = runs or (kept[:] if reader.fleet is not None else [])
         kept[:] = runs
+        state = "lost" if lost and runs else "ended" if reader.ended else _state(rows)
         steps = runs[0].steps if runs else None
         now = {"columns": list(COLUMNS), "rows": [list(cells(row, steps)) for row in rows]}
         live = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from composer_replication.collective.object_store.epochs import Epoch, EpochStor
 from composer_replication.collective.object_store.history import decided
 from composer_replication.collective.object_store.joining import fleet_sizes
 from composer_replication.collective.object_store.pointers import Roster
+from composer_replication.collective.object_store.requests import there
 from composer_replication.collective.object_store.wire import load
 from composer_replication.diloco.observed import steps_of, tokens_of
 from composer_replication.errors import ObjectCorrupt, ObjectMissing, StoreError
@@ -28,6 +29,7 @@ __all__ = ["ClosedRound", "RunReader", "Straggler", "shows_life"]
 
 _UNDER_WAY = ("training", "waiting", "following", "joining")
 _MAX_BYTES = 64 * 1024 * 1024  # fleet.json names every tensor of the model
+_FLEET_SECONDS = 10.0  # between two looks at it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +82,10 @@ class Straggler:
 class RunReader:
     """Reads one run, again and again: rounds that were read once are kept."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._place = store
+        self._clock = clock
+        self._fleet_due = clock()
         self._epochs: tuple[Epoch, ...] = ()
         self.store = store  # as the run's newest epoch sees it
         self.rounds: list[ClosedRound] = []
@@ -99,10 +103,22 @@ class RunReader:
         """Look for what is new. Raises StoreError if the store fails."""
         self._look_for_another_run()
         self._look_for_epoch()
-        if not self._present:
+        if not self._present and (self.fleet is None or there(self.store, keys.FLEET)):
             self._look_for_fleet()
         if self.fleet is None:
             return
+        try:
+            self._look_for_rounds()
+        except ObjectCorrupt:
+            self._fleet_due = -math.inf
+            self._look_for_another_run()
+            if self.fleet is None:  # there is one
+                return self.refresh()
+            self.ended = self._json(keys.FINAL) is not None  # damage hides what comes after it, but not that
+            raise
+        self.ended = self._json(keys.FINAL) is not None
+
+    def _look_for_rounds(self) -> None:
         if self._entrants is None:
             self._entrants = Entrants(self.store, self.run, self.replicas)
         self._entrants.look()
@@ -110,10 +126,11 @@ class RunReader:
             self._take(len(self.rounds) - 1, self._held + 1)
         while self._take(len(self.rounds), 0):
             pass
-        self.ended = self._json(keys.FINAL) is not None
 
     def _look_for_another_run(self) -> None:
         """There may be another run in its place now, or none any more: then nothing of the old one is shown."""
+        if self.fleet is not None and self._clock() < self._fleet_due and self._last_is_there():
+            return
         try:
             nonce = load(self._place.get(keys.FLEET, max_bytes=_MAX_BYTES), keys.FLEET).get("nonce")
         except ObjectMissing:
@@ -121,8 +138,18 @@ class RunReader:
         except ObjectCorrupt:
             return  # whoever reads it next says so
         if nonce != self._nonce and self._nonce is not None:
-            self.__init__(self._place)
-        self._nonce = nonce
+            self.__init__(self._place, clock=self._clock)
+        self._nonce, self._fleet_due = nonce, self._clock() + _FLEET_SECONDS
+
+    def _last_is_there(self) -> bool:
+        """Is what was read last there still, and this run's?"""
+        try:
+            if not self.rosters:
+                return bool(self.ids) and there(self.store, keys.member(self.ids[0]))
+            last = self.rosters[-1]
+            return decided(self.store, self.run, last.round, last.attempt) is not None
+        except ObjectCorrupt:
+            return False
 
     def _look_for_epoch(self) -> None:
         """The run may have been resumed with another fleet, from an earlier round."""
@@ -203,7 +230,10 @@ class RunReader:
         )
 
     def _row(self, replica: int, last: ClosedRound | None) -> Row:
-        beat = self._json(keys.member(replica)) or {}
+        try:
+            beat = self._json(keys.member(replica)) or {}
+        except ObjectCorrupt as error:  # it hides nothing but this replica, and the next beat mends it
+            return Row(replica=replica, state="unreadable", note=str(error.__cause__))
         status = beat.get("status") or {}
         metrics = dict(last.metrics.get(replica, {})) if last is not None else {}
         trains = (last is not None and replica in last.members) or bool(status.get("step"))
@@ -241,4 +271,4 @@ class RunReader:
         except ObjectMissing:
             return None
         except ObjectCorrupt as error:
-            raise StoreError(f"{self.store.uri}: {error}") from error
+            raise ObjectCorrupt(f"{self.store.uri}: {error}") from error

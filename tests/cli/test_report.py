@@ -159,6 +159,27 @@ def test_a_damaged_roster_hides_only_what_comes_after(tmp_path: Path, capsys: py
     assert "could be read up to round 1 only" in page.read_text() and "8 of 60 steps" in told
 
 
+def test_a_damaged_object_is_named_on_the_live_page_and_hides_nothing_else(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    fleet = SteppedFleet(str(place))
+    look = live_look(RunReader(open_store(str(place))), str(place))
+    fleet.round()
+    beat = (place / keys.member(1)).read_bytes()
+    (place / keys.member(1)).write_bytes(b"{half a be")
+    values = look()
+    assert values["live"]["state"] == "running" and values["notices"] == [
+        "replica 1: members/1.json isn't JSON (10 bytes)"
+    ]
+    assert [row[-1].split()[0] for row in values["live"]["now"]["rows"]] == ["training", "unreadable"]
+    (place / keys.member(1)).write_bytes(beat)
+    fleet.finish()
+    (place / keys.member(1)).write_bytes(b"{half a be")
+    (place / keys.roster(2, 0)).write_bytes(b"{half a ros")
+    values = look()
+    assert values["live"]["state"] == "ended" and len(values["runs"][0]["rounds"]["rows"]) == 2
+    assert any("rounds/00000002/0/roster.json isn't JSON" in said for said in values["notices"])
+
+
 def test_a_page_of_files(runs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     page.write_text("an old one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from composer_replication.store import LocalStore, open_store
 from tests.cli.fleets import Model, train
 from tests.collective.conformance import SCALAR, contribution
 from tests.collective.object_store.helpers import Fleet
+from tests.report.fleet import SteppedFleet
 from tests.support.threads import run_threads
 
 
@@ -51,6 +53,57 @@ def test_rounds_are_read_as_they_come_and_an_abort_is_told(tmp_path):
     assert len(reader.rounds) == 3 and reader.trouble and not reader.ended
     for one in replicas:
         one.close()
+
+
+class Counting(LocalStore):
+    """Remembers what was read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.read: list[str] = []
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        self.read.append(key)
+        return super().get(key, max_bytes=max_bytes)
+
+    def reads(self, reader: RunReader, times: int = 1) -> int:
+        """Of fleet.json, in so many looks."""
+        self.read.clear()
+        for _ in range(times):
+            reader.refresh()
+        return self.read.count("fleet.json")
+
+
+def test_fleet_json_which_may_be_large_is_seldom_read_again(tmp_path: Path) -> None:
+    store, now = Counting(tmp_path), [100.0]
+    reader = RunReader(store, clock=lambda: now[0])
+    assert store.reads(reader, 3) == 6, "it isn't there yet"
+    fleet = SteppedFleet(str(tmp_path))
+    assert store.reads(reader, 4) <= 3, "none is closed yet"
+    fleet.round()
+    assert store.reads(reader, 4) == 0 and len(reader.rounds) == 1
+    now[0] += 11
+    assert store.reads(reader, 4) == 1
+    fleet.close()
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    reader.refresh()
+    assert reader.fleet is None and reader.rounds == []
+    for count in (1, 0, 1, 1):  # another run in its place: of fewer rounds, of more, of as many
+        fleet = SteppedFleet(str(tmp_path))
+        for _ in range(count):
+            fleet.round()
+        reader.refresh()
+        assert len(reader.rounds) == count and reader.run == json.loads((tmp_path / "fleet.json").read_text())["nonce"]
+        fleet.close()
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+    begin = SteppedFleet(str(tmp_path))
+    begin.round()
+    begin.close()
+    reader.refresh()
+    begin_epoch(store, 3)
+    assert store.reads(reader) == 1 and store.reads(reader, 4) == 0, "nobody of the next epoch has started"
 
 
 def test_a_loss_that_is_no_number_is_null_in_json(tmp_path, capsys):
