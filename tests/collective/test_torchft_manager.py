@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from composer_replication import FixedPolicy, OuterLoop
 from composer_replication.autoloco import Preview
+from composer_replication.collective.base import Contribution, RoundOutcome
 from composer_replication.collective.guards import Guards
 from composer_replication.collective.torchft_manager import TorchftCollective
 from composer_replication.errors import RoundTimeout
@@ -122,16 +124,18 @@ def test_a_replica_that_goes_is_done_without_and_comes_back() -> None:
         loop = OuterLoop(net, collective, policy=FixedPolicy(horizon=2))
         loop.start(preview)
         if dies:
-            chunk = loop._chunk
+            average = collective.average
 
-            def breaks(*arguments: Any) -> torch.Tensor:
-                if loop.round == 1:
-                    manager.shutdown(wait=False)
-                    manager._pg.abort()
-                    raise Gone
-                return chunk(*arguments)
+            def breaks(index: int) -> torch.Tensor:
+                manager.shutdown(wait=False)
+                manager._pg.abort()
+                raise Gone
 
-            loop._chunk = breaks  # type: ignore[method-assign]
+            def dying(contribution: Contribution) -> RoundOutcome:
+                broken = replace(contribution, chunk=breaks)
+                return average(broken if contribution.round == 1 else contribution)
+
+            collective.average = dying  # type: ignore[method-assign]
         inner, seen = torch.optim.SGD(net.parameters(), lr=0.1), []
         while not loop.left:
             inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * replica + loop.round))
