@@ -13,7 +13,7 @@ pytest.importorskip("azure.ai.ml")
 
 from composer_replication.diloco.serverless import AzureMLExecutor, ReplicaSpec
 from composer_replication.diloco.serverless.backends.azure_ml import _shell
-from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
+from composer_replication.diloco.serverless.executor import BackendUnavailable, JobGone, QuotaExceeded
 from composer_replication.diloco.serverless.jobs.encoded import decoded
 from composer_replication.errors import ExecutorError
 from tests.launchers.azure_ml import PLACE, Azure, Credential, served
@@ -282,7 +282,8 @@ def test_a_submission_whose_answer_was_lost_counts(place: Any, tmp_path: Path) -
     assert len(azure.jobs) == 1
     with pytest.raises(ExecutorError, match="azure_ml has no job 'another' in space"):
         executor.look("another")
-    executor.stop_job("another")  # what isn't there needs no stopping
+    with pytest.raises(JobGone):  # whether it runs all the same is for its replica to say
+        executor.stop_job("another")
 
 
 def test_secrets_are_in_no_request_and_it_is_quiet(place: Any, monkeypatch: Any, tmp_path: Path, caplog: Any) -> None:

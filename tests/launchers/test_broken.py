@@ -105,14 +105,6 @@ def test_a_service_that_does_not_know_a_living_job_has_stopped_nothing(backend: 
     assert executor.collect([present], timeout=60)[0].status == "cancelled"
 
 
-@pytest.mark.parametrize("backend", ["azure_ml", "sagemaker"], indirect=True)
-def test_a_job_that_is_not_there_cannot_be_stopped(backend: Backend, tmp_path: Path) -> None:
-    executor = make(backend)
-    executor.attach(tmp_path.as_uri())
-    with pytest.raises(JobGone, match="no job 'run-0-r0-0'"):
-        executor.stop_job(NAME)
-
-
 @pytest.mark.parametrize("backend", ["hf_jobs", "runpod", "azure_ml"], indirect=True)
 def test_a_job_that_ended_in_vain_and_that_the_service_has_forgotten_is_not_begun_under_its_name(
     backend: Backend, tmp_path: Path

@@ -13,7 +13,7 @@ pytest.importorskip("boto3")
 
 from composer_replication.diloco.serverless import ReplicaHandle, ReplicaSpec, SageMakerExecutor
 from composer_replication.diloco.serverless.backends.sagemaker import CHECKPOINTS
-from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
+from composer_replication.diloco.serverless.executor import BackendUnavailable, JobGone, QuotaExceeded
 from composer_replication.diloco.serverless.jobs.encoded import decoded, encoded
 from composer_replication.errors import ExecutorError
 from tests.launchers.engine import Engine
@@ -266,7 +266,8 @@ def test_a_submission_whose_answer_was_lost_counts(place: Any, tmp_path: Path) -
     assert len(aws.jobs) == 1
     with pytest.raises(ExecutorError, match="sagemaker has no job 'another'"):
         executor.look("another")
-    executor.stop_job("another")  # what isn't there needs no stopping
+    with pytest.raises(JobGone):  # whether it runs all the same is for its replica to say
+        executor.stop_job("another")
 
 
 def test_secrets_are_in_no_request(place: Any, monkeypatch: Any) -> None:

@@ -6,6 +6,7 @@ replica's jobs are numbered; their names follow from the store's URI, so that no
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -21,10 +22,10 @@ from composer_replication.diloco.serverless.executor import BackendUnavailable, 
 from composer_replication.diloco.serverless.handle import ReplicaHandle, ReplicaResult, preemption_metrics
 from composer_replication.diloco.serverless.jobs.container import RECIPE
 from composer_replication.diloco.serverless.jobs.job import Job, Seen, job_name, masked, run_slug
-from composer_replication.diloco.serverless.jobs.marks import Mark, Marks
+from composer_replication.diloco.serverless.jobs.marks import CLAIM_SECONDS, Mark, Marks
 from composer_replication.diloco.serverless.jobs.verdict import SILENT_SECONDS, Budgets, judge, next_job
 from composer_replication.diloco.serverless.spec import ReplicaSpec, check_fleet, replica_command
-from composer_replication.errors import ExecutorError, ReplicationError
+from composer_replication.errors import ExecutorError, ReplicationError, StoreError
 from composer_replication.recipe.credentials import looks_secret
 from composer_replication.store import open_store
 
@@ -36,6 +37,7 @@ IMAGE = "COMPOSER_REPLICATION_IMAGE"
 CONTAINER = "composer_replication.diloco.serverless.jobs.container"
 _T = TypeVar("_T")
 _MOST_HOURS = 100_000  # eleven years
+_CLAIM_PAUSE_SECONDS = 3.0
 _MOST_BROKEN = 5  # connections one after another, for the output of a job that has ended
 
 
@@ -128,11 +130,11 @@ class JobExecutor(BaseExecutor):
 
     @abstractmethod
     def look(self, job_id: str) -> Seen:
-        """How the service says the job stands. Raises BackendUnavailable."""
+        """How the service says the job stands. Raises BackendUnavailable, JobGone."""
 
     @abstractmethod
     def stop_job(self, job_id: str) -> None:
-        """Ask it to end; harmless if it has."""
+        """Ask it to end; harmless if it has. Raises JobGone for one that the service doesn't know."""
 
     @abstractmethod
     def follow(self, job_id: str) -> Iterator[str]:
@@ -260,7 +262,7 @@ class JobExecutor(BaseExecutor):
             return self._begin(spec, replace(handle, submission=handle.submission + 1))
         begun = replace(
             handle,
-            job_id=job_id or self._sent(job),
+            job_id=job_id or self._claimed(job, marks),
             name=job.name,
             state="pending",
             will_retry=False,
@@ -275,6 +277,24 @@ class JobExecutor(BaseExecutor):
         except ReplicationError as error:  # it runs: whoever launched it must be able to stop it
             logger.warning("replica %d: its handle isn't in the store yet: %s", handle.replica_id, error)
             return begun
+
+    def _claimed(self, job: Job, marks: Marks) -> str:
+        """Submit it, unless another launcher is about it at this moment: then the id is that of what it submits."""
+        for _ in range(1 + math.ceil(CLAIM_SECONDS / _CLAIM_PAUSE_SECONDS)):
+            claim = marks.claim(job.name, self.clock())
+            if claim is not None:
+                try:
+                    return self._sent(job)
+                except BaseException:
+                    with contextlib.suppress(StoreError):  # it goes stale by itself
+                        marks.give_up(claim)
+                    raise
+            logger.info("another launcher is submitting %s: waiting for it", job.name)
+            self.sleep(_CLAIM_PAUSE_SECONDS)
+            job_id = self._asked(self.find_job, job)
+            if job_id:
+                return job_id
+        raise BackendUnavailable(f"another launcher is submitting {job.name}")
 
     def _sent(self, job: Job) -> str:
         """`submit_job`. A service may quote a request that it refuses: what it says ends up in handles and logs."""

@@ -6,6 +6,7 @@
     launch/logs/JOB/00000000.txt    its output, where the service keeps none
     launch/handles/R.json           the handle of replica R's newest job
     launch/cancelled/JOB            somebody asked for this job to stop
+    launch/claims/JOB/N             since when a launcher is submitting this job; 0 if it gave up
 
 Invariant: JSON and text only, small, and without credentials. A launcher that has died is replaced by reading them.
 """
@@ -17,6 +18,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from typing import Any, TypeVar
 
 from composer_replication.diloco.serverless.handle import ReplicaHandle
@@ -24,13 +26,14 @@ from composer_replication.diloco.serverless.plain_values import from_values
 from composer_replication.errors import ExecutorError, ObjectExists, ObjectMissing, ReplicationError, StoreError
 from composer_replication.store import ObjectStore
 
-__all__ = ["Mark", "Marks"]
+__all__ = ["CLAIM_SECONDS", "Mark", "Marks"]
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 PREFIX = "launch/"
 _MAX_JSON = 1 << 20
 _MAX_FILE = 256 << 20
+CLAIM_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,26 @@ class Marks:
             found = self.handle(replica)
             if found is not None:
                 yield found
+
+    def claim(self, job: str, now: float) -> str | None:
+        """The right to submit a job, for two minutes: what `give_up` takes. None while another launcher has it."""
+        for number in count():  # never deleted: who comes late to an old one can't take it for the newest
+            key = f"{PREFIX}claims/{job}/{number}"
+            try:
+                self.store.put_if_absent(key, repr(now).encode())
+                return key
+            except ObjectExists:
+                if abs(now - self._since(key)) < CLAIM_SECONDS:
+                    return None
+
+    def _since(self, claim: str) -> float:
+        try:
+            return float(self.store.get(claim))
+        except (ObjectMissing, ValueError):
+            return 0.0
+
+    def give_up(self, claim: str) -> None:
+        self.store.put(claim, b"0")
 
     def ask_to_stop(self, job: str) -> None:
         self.store.put(f"{PREFIX}cancelled/{job}", b"")
