@@ -39,7 +39,7 @@ def fetch() -> str:
         if shutil.which(command) is None:
             raise OSError(f"this needs {command}, of a Debian or Ubuntu machine")
     folder = ROOT / DEBIAN_TEXT
-    folder.mkdir(parents=True, exist_ok=True)
+    pieces: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name, version, pattern in PACKAGES:
             subprocess.run(["apt-get", "download", "--quiet", f"{name}={version}"], cwd=scratch, check=True)
@@ -49,10 +49,14 @@ def fetch() -> str:
             files = sorted(p for p in content.rglob("*") if p.is_file() and fnmatch(p.as_posix(), pattern))
             text = b"".join(gzip.decompress(p.read_bytes()) if p.suffix == ".gz" else p.read_bytes() for p in files)
             for at in range(0, len(text), PIECE):  # in pieces, since some files are kept for validation
-                (folder / f"{name}-{at // PIECE:02d}.txt").write_bytes(text[at : at + PIECE])
-    size = sum(path.stat().st_size for path in folder.glob("*.txt"))
+                pieces[f"{name}-{at // PIECE:02d}.txt"] = text[at : at + PIECE]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.txt"):  # of other versions there may be more
+        path.unlink()
+    for piece, part in pieces.items():
+        (folder / piece).write_bytes(part)
     check()
-    return f"{folder.relative_to(ROOT)}: {len(PACKAGES)} guides, {size:,} bytes"
+    return f"{folder.relative_to(ROOT)}: {len(PACKAGES)} guides, {sum(map(len, pieces.values())):,} bytes"
 
 
 def check() -> None:
