@@ -25,7 +25,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "diloco": ("drafts", "errors", "autoloco", "store", "collective", "diloco.outer_step"),
     "tasks": ("errors", "store", "isolate", "adapter"),
     "recipe": ("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
-    "adapter": ("errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
+    "adapter": ("drafts", "errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
     "lightning": ("adapter", "errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
     "composer": ("adapter", "drafts", "errors", "autoloco", "store", "collective", "diloco", "isolate", "preview"),
     "run": ("isolate",),

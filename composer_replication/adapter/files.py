@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from composer_replication.diloco.ranks.channel import Ranks
+from composer_replication.drafts import is_another
 
 __all__ = ["latest_checkpoint", "names_replica", "write_checkpoint", "write_folder"]
 
@@ -141,23 +142,8 @@ def _drop_abandoned(folder: Path) -> None:
     """Remove the drafts of writers that died: as large as a checkpoint each, and of no use to anyone."""
     for path in folder.iterdir():
         match = _DRAFT.fullmatch(path.name)
-        if match and not _is_another(int(match[1])):
+        if match and not is_another(int(match[1])):  # our own writes end before the next begins
             _remove(path)
-
-
-def _is_another(process: int) -> bool:
-    """Another process with this id runs here. Our own writes end before the next begins."""
-    if process == os.getpid():
-        return False  # in a container an earlier life had the same id
-    if os.name != "posix":
-        return True  # where a signal can't be only tried, drafts stay
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _sync_folder(folder: Path) -> None:
