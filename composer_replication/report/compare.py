@@ -20,6 +20,9 @@ __all__ = ["compare_charts"]
 
 Chart = dict[str, Any]
 _FALL = 0.1  # the share of the steps in which losses fall most
+_SCALE = (
+    " The scale is that of the losses after the first tenth of the steps; double-click, or “whole scale”, shows all."
+)
 _FEW = 20  # points of a curve that can all be seen
 
 
@@ -87,7 +90,7 @@ def _loss(groups: Sequence[Group]) -> Chart | None:
     span = _after_the_fall(variants)
     for _, _, layout in variants if span else ():
         layout["yaxis"]["range"] = span
-    note += " The scale is that of the losses after the first tenth; double-click shows all." if span else ""
+    note += _SCALE if span else ""
     return chart("loss", "Loss", variants, note=note, height=400, axis_switch="against")
 
 

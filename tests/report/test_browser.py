@@ -131,6 +131,23 @@ def test_a_table_that_is_cut_says_that_it_goes_on(browser: Any, report: str) -> 
         assert fits != table.locator(".hint").is_visible()
 
 
+def test_the_loss_begins_behind_its_fall_until_the_whole_scale_is_asked_for(browser: Any, tmp_path: Path) -> None:
+    values = run_json(intervals=(4,) * 25)
+    for index, one in enumerate(values["rounds"]):
+        for told in one["replicas"].values():
+            told["loss"] = 5.0 - index if index < 2 else 2.0 - 0.04 * index
+    (tmp_path / "page.html").write_text(html_page(payload([run_from_json(values, source="a file")])))
+    scale = "() => document.getElementById('all-loss').querySelector('.plot')._fullLayout.yaxis.range"
+    with opened(browser, (tmp_path / "page.html").as_uri()) as page:
+        assert page.evaluate(scale)[1] < 2.0
+        page.locator("#all-loss .nsewdrag").first.dblclick()
+        page.wait_for_function(f"() => ({scale})()[1] > 5.0")
+        page.locator("#all-loss .tools button", has_text="whole scale").click()
+        page.wait_for_function(f"() => ({scale})()[1] > 5.0")
+        page.locator("#all-loss .tools button", has_text="whole scale").click()
+        page.wait_for_function(f"() => ({scale})()[1] < 2.0")
+
+
 def test_switches_another_run_and_pictures(browser: Any, report: str, tmp_path: Path) -> None:
     with opened(browser, report) as page:
         buttons = page.locator(".switch button")

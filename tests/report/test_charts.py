@@ -120,7 +120,7 @@ def test_losses_are_drawn_from_behind_their_fall_on() -> None:
     room = 0.04 * (1.92 - 1.04)
     for variant in drawn["variants"]:
         assert variant["layout"]["yaxis"]["range"] == pytest.approx([1.04 - room, 1.92 + room])
-    assert drawn["note"].endswith("double-click shows all.")
+    assert "losses after the first tenth of the steps; double-click" in drawn["note"]
     short = chart_of([loaded()], "loss")
     assert all("range" not in variant["layout"]["yaxis"] for variant in short["variants"])
     assert "double-click" not in short["note"]

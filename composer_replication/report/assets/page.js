@@ -4,7 +4,7 @@
   const read = (id) => JSON.parse(document.getElementById(id).textContent);
   const settings = read("settings");
   let values = read("values");
-  const state = { group: null, run: null, variant: {} };
+  const state = { group: null, run: null, variant: {}, whole: {} };
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const coarse = matchMedia("(pointer: coarse)");
   const narrow = matchMedia("(max-width: 560px)");
@@ -101,9 +101,13 @@
     const at = Math.max(0, names.indexOf(state.variant[chart.id]));
     const variant = chart.variants[at];
     const layout = layoutOf(variant.layout, theme);
-    layout.uirevision = `${node.dataset.owner} ${variant.name}`; // another run or axis begins with its own zoom
+    const whole = Boolean(state.whole[chart.id]);
+    if (whole && layout.yaxis?.range) layout.yaxis.range = wholeRange(variant.data);
+    layout.uirevision = `${node.dataset.owner} ${variant.name} ${whole}`; // another run or axis begins with its own zoom
     const names_shown = new Set(variant.data.filter((one) => one.showlegend !== false).map((one) => one.name)).size;
-    const legend = narrow.matches && layout.showlegend ? 20 * Math.max(0, names_shown - 1) : 0; // one below the other there
+    // One name below the other on narrow screens; elsewhere long names take half a row, or all of it.
+    const rows = narrow.matches ? names_shown - 1 : names_shown - 4;
+    const legend = layout.showlegend ? 20 * Math.max(0, rows) : 0;
     node.style.height = `${chart.height + legend}px`;
     node.chart = chart;
     return Plotly.react(node, resolve(variant.data, theme), layout, { responsive: true, displayModeBar: false, displaylogo: false });
@@ -114,10 +118,33 @@
     return Plotly.downloadImage(node, format === "png" ? { ...wide, scale: 2 } : wide);
   }
 
+  function wholeRange(data) {
+    let low = Infinity;
+    let high = -Infinity;
+    for (const trace of data) {
+      for (const y of trace.y) if (y !== null) { low = Math.min(low, y); high = Math.max(high, y); }
+    }
+    const room = 0.04 * (high - low);
+    return [low - room, high + room];
+  }
+
+  function wholeScale(chart, plot) {
+    return make("span", { class: "switch" }, make("button", {
+      type: "button", "aria-pressed": String(Boolean(state.whole[chart.id])),
+      onclick: (event) => {
+        state.whole[chart.id] = !state.whole[chart.id];
+        event.currentTarget.setAttribute("aria-pressed", String(state.whole[chart.id]));
+        draw(plot, plot.chart);
+      },
+    }, "whole scale"));
+  }
+
   function card(prefix, chart, owner) {
     const id = `${prefix}-${chart.id}`;
     let node = document.getElementById(id);
-    if (node && node.dataset.names === chart.variants.map((one) => one.name).join()) {
+    const ranged = chart.variants.some((one) => one.layout.yaxis?.range);
+    const kind = `${chart.variants.map((one) => one.name).join()} ${ranged}`;
+    if (node && node.dataset.names === kind) {
       node.querySelector(".note").textContent = chart.note;
       const plot = node.querySelector(".plot");
       plot.dataset.owner = owner;
@@ -143,8 +170,8 @@
       type: "button", title: `Save this chart as ${format.toUpperCase()}`, onclick: () => save(plot, format),
     }, format.toUpperCase())));
     const wide = ["loss", "decisions", "timeline"].includes(chart.id);
-    node = make("section", { class: wide ? "card wide" : "card", id, "data-names": chart.variants.map((one) => one.name).join() },
-      make("div", { class: "head" }, make("h3", {}, chart.title), make("div", { class: "tools" }, pick, saving)),
+    node = make("section", { class: wide ? "card wide" : "card", id, "data-names": kind },
+      make("div", { class: "head" }, make("h3", {}, chart.title), make("div", { class: "tools" }, pick, ranged ? wholeScale(chart, plot) : null, saving)),
       make("p", { class: "note" }, chart.note), plot);
     return node;
   }
