@@ -5,13 +5,14 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
+
+from tests.support.servers import free_port
 
 __all__ = ["World", "free_port"]
 
@@ -25,12 +26,6 @@ def _server(preload: Sequence[str]) -> forkserver.ForkServer:
         server = _servers[tuple(preload)] = forkserver.ForkServer()
         server.set_forkserver_preload(list(preload))
     return _servers[tuple(preload)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _child(script: Callable[..., Any], arguments: tuple[Any, ...], environ: dict[str, str], pipe: Connection) -> None:

@@ -26,9 +26,10 @@ AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1
 
 
 def free_port(*offsets: int) -> int:
-    """A port that is free, as are those at `offsets` from it. Below the ports that the system hands out by itself."""
+    """A port that is free, as are those at `offsets` from it. Below the ports that the system hands out by itself, and
+    not by the generator that tests seed: two workers would then be given one."""
     while True:
-        port = random.randrange(11000, 20000)
+        port = random.SystemRandom().randrange(11000, 20000)
         try:
             for offset in (0, *offsets):
                 with socket.socket() as probe:
