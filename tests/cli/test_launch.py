@@ -35,7 +35,7 @@ scheduler: {warmup_steps: 10}
 training: {steps: 200, log_every: 25, accelerator: cpu, threads: 1}
 autoloco: {base_horizon: 8}
 codec: int8
-fleet: {replicas: 2, timeout_seconds: 60}
+fleet: {replicas: 2, timeout_seconds: 300}
 executor: {backoff_seconds: 0, grace_seconds: 30}
 """
 

@@ -70,7 +70,7 @@ def test_killed_and_come_back_without_its_record(tmp_path: Path, step: str, vict
     kill_and_restart(Fleet(tmp_path), step, victim, "sharded", fresh=True)
 
 
-SKIP = {"failure_policy": "skip", "timeout_seconds": 0.8, "start_timeout_seconds": 40.0, "tolerated_misses": 0}
+SKIP = {"failure_policy": "skip", "timeout_seconds": 1.6, "start_timeout_seconds": 40.0, "tolerated_misses": 0}
 
 
 @covers("killed, not restarted")
