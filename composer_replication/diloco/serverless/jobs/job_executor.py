@@ -487,10 +487,8 @@ class JobExecutor(BaseExecutor):
     def _shipped(self, handle: ReplicaHandle) -> Iterator[str]:
         part, partial = 0, ""
         while True:
-            ended = self._asked(self.look, handle.job_id).state not in (
-                "pending",
-                "running",
-            )  # looked at before reading
+            # Looked at before reading: what comes after that is read in the next turn.
+            ended = self._asked(self.look, handle.job_id).state not in ("pending", "running")
             while (text := self.marks().log(handle.name, part)) is not None:
                 part += 1
                 *lines, partial = (partial + text).split("\n")
