@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from composer_replication.diloco.serverless.backends.kubernetes import Kubernete
 from composer_replication.diloco.serverless.backends.pods import literal
 from composer_replication.diloco.serverless.backends.volcano import VolcanoExecutor
 from composer_replication.diloco.serverless.executor import BackendUnavailable, QuotaExceeded
+from composer_replication.diloco.serverless.jobs.verdict import SILENT_SECONDS
 from composer_replication.errors import ExecutorError
 from tests.launchers import kuberay, volcano
 from tests.launchers.engine import Engine
@@ -150,8 +152,32 @@ def test_a_job_that_others_deleted_is_a_preemption(world: World) -> None:
     world.engine.wait_for(lambda: "ready" in record.container.lines)
     record.deleting = True
     world.engine.take_machine(record.container)
+    world.engine.wait_for(lambda: record.container is not None and bool(record.container.ended))
+    (present,) = executor.poll([handle])
+    assert not present.ended and "was it deleted, or is it another cluster's?" in present.reason  # alive just now
+    executor.clock = lambda: time.time() + SILENT_SECONDS + 1
     (result,) = executor.collect([handle], timeout=60)
     assert (result.status, result.metrics["preemptions"]) == ("completed", 1)
+
+
+def test_another_cluster_s_job_is_not_taken_for_deleted(world: World) -> None:
+    executor = world.make()
+    (handle,) = executor.launch_replicas([world.spec(WAITING)])
+    record = world.cluster.jobs[handle.job_id]
+    world.engine.wait_for(lambda: record.container is not None and "ready" in record.container.lines)
+    other = Cluster(world.engine, copy.copy(world.cluster.kind))
+    (world.folder / "other").mkdir()
+    try:
+        elsewhere = world.make(kubeconfig=str(other.kubeconfig(world.folder / "other")))
+        (there,) = elsewhere.attach((world.folder / "store").as_uri())
+        (present,) = elsewhere.poll([there])
+        assert not present.ended and "another cluster's?" in present.reason
+        with pytest.raises(ExecutorError, match="its replica was alive .* ago: another account's"):
+            elsewhere.cancel([present])
+    finally:
+        other.service.close()
+    executor.cancel([handle])
+    assert executor.collect([handle], timeout=60)[0].status == "cancelled"
 
 
 def test_an_ended_job_that_was_tidied_away_keeps_its_end(world: World) -> None:

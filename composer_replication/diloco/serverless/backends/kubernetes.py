@@ -16,6 +16,7 @@ from typing import Any
 from composer_replication.diloco.serverless.backends.kubernetes_checks import Reference, check_nodes, check_references
 from composer_replication.diloco.serverless.backends.kubernetes_client import EXTRA, Api, Exists, Missing
 from composer_replication.diloco.serverless.backends.pods import JOB_LABEL, PodSettings
+from composer_replication.diloco.serverless.executor import JobGone
 from composer_replication.diloco.serverless.jobs.job import Job, Seen, masked
 from composer_replication.diloco.serverless.jobs.job_executor import JobExecutor
 from composer_replication.diloco.serverless.spec import ReplicaSpec
@@ -257,6 +258,8 @@ class KubernetesExecutor(JobExecutor):
         """By us or others or because it had ended long ago: the replica's word says more."""
         replica = job_id.rpartition("-r")[2].partition("-")[0]
         mark = self.marks().read(int(replica), job_id) if replica.isdigit() else None
+        if self._alive(mark) and not self.marks().asked_to_stop(job_id):  # a job is there until its pods have ended
+            raise self._unknown(job_id)
         state = "preempted" if mark is None or mark.exit_code is None else "failed"
         return Seen(state, "gone", "" if mark is not None and mark.exit_code is not None else "the job was deleted")
 
@@ -264,7 +267,11 @@ class KubernetesExecutor(JobExecutor):
         try:
             self.on_objects("delete", job_id, propagation_policy="Foreground")
         except Missing:
-            pass
+            raise self._unknown(job_id) from None
+
+    def _unknown(self, job_id: str) -> JobGone:
+        words = f"no {self.kind} {job_id} in namespace {self.namespace}: was it deleted, or is it another cluster's?"
+        return JobGone(f"{self.backend_name}: {words}")
 
     def _pods(self, selector: str) -> list[Any]:
         found = self.api.call(self.api.core.list_namespaced_pod, self.namespace, label_selector=selector).items

@@ -12,17 +12,19 @@ import logging
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from composer_replication.diloco.serverless.executor import BackendUnavailable, BaseExecutor, JobGone, QuotaExceeded
+from composer_replication.diloco.serverless.executor import BackendUnavailable, BaseExecutor, JobGone
 from composer_replication.diloco.serverless.handle import ReplicaHandle, ReplicaResult, preemption_metrics
 from composer_replication.diloco.serverless.jobs.container import RECIPE
 from composer_replication.diloco.serverless.jobs.job import Job, Seen, job_name, masked, run_slug
 from composer_replication.diloco.serverless.jobs.marks import CLAIM_SECONDS, Mark, Marks
+from composer_replication.diloco.serverless.jobs.output import replica_output, shipped_output
 from composer_replication.diloco.serverless.jobs.verdict import SILENT_SECONDS, Budgets, judge, next_job
 from composer_replication.diloco.serverless.spec import ReplicaSpec, check_fleet, replica_command
 from composer_replication.errors import ExecutorError, ReplicationError, StoreError
@@ -38,7 +40,6 @@ CONTAINER = "composer_replication.diloco.serverless.jobs.container"
 _T = TypeVar("_T")
 _MOST_HOURS = 100_000  # eleven years
 _CLAIM_PAUSE_SECONDS = 3.0
-_MOST_BROKEN = 5  # connections one after another, for the output of a job that has ended
 
 
 class JobExecutor(BaseExecutor):
@@ -452,52 +453,23 @@ class JobExecutor(BaseExecutor):
 
         A connection that breaks is made again; `after` lines of the first job are passed over.
         """
-        broken_at_end = 0
-        while handle.job_id:
-            told, broken = yield from self._job_lines(handle, after)
-            (present,) = self.poll([handle])
-            newer = self.marks().handle(handle.replica_id)
-            broken_at_end = broken_at_end + 1 if broken and present.ended else 0
-            if newer is not None and newer.submission > handle.submission:
-                handle, after = newer, 0
-            elif present.ended and broken_at_end in (0, _MOST_BROKEN):
-                return
-            else:
-                self.sleep(self.log_pause_seconds)
-                after, handle = told, present
 
-    def _job_lines(self, handle: ReplicaHandle, after: int) -> Generator[str, None, tuple[int, bool]]:
-        """Returns (how many lines of this job were told so far, whether the connection broke)."""
-        told = after
-        try:
-            for number, line in enumerate(self._lines(handle)):
-                if number >= after:
-                    told = number + 1
-                    yield line
-        except Exception as error:
-            if isinstance(error, ReplicationError) and not isinstance(error, (BackendUnavailable, QuotaExceeded)):
-                raise
-            logger.warning("replica %d's log: %s; connecting again", handle.replica_id, error)
-            return told, True
-        return told, False
+        def poll(handle: ReplicaHandle) -> ReplicaHandle:
+            return self.poll([handle])[0]
+
+        return replica_output(handle, after, lines=self._lines, poll=poll, newest=self._newest, pause=self._log_pause)
 
     def _lines(self, handle: ReplicaHandle) -> Iterator[str]:
-        return self._shipped(handle) if self.ship_logs else self.follow(handle.job_id)
+        if not self.ship_logs:
+            return self.follow(handle.job_id)
 
-    def _shipped(self, handle: ReplicaHandle) -> Iterator[str]:
-        part, partial = 0, ""
-        while True:
-            # Looked at before reading: what comes after that is read in the next turn.
-            ended = self._asked(self.look, handle.job_id).state not in ("pending", "running")
-            while (text := self.marks().log(handle.name, part)) is not None:
-                part += 1
-                *lines, partial = (partial + text).split("\n")
-                yield from lines
-            if ended:
-                if partial:
-                    yield partial
-                return
-            self.sleep(self.log_pause_seconds)
+        def ended() -> bool:
+            return self._asked(self.look, handle.job_id).state not in ("pending", "running")
+
+        return shipped_output(partial(self.marks().log, handle.name), ended=ended, pause=self._log_pause)
+
+    def _log_pause(self) -> None:
+        self.sleep(self.log_pause_seconds)
 
     def cancel(self, handles: list[ReplicaHandle]) -> None:
         def stop(handle: ReplicaHandle) -> None:
