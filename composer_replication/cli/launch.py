@@ -74,11 +74,12 @@ def launch(
         print(f"# data: {read}")
         print(f"# fine: {intention(recipe)}. Nothing was started.")
         return 0
-    store = open_places(recipe.store) if recipe.store.uri else None  # before a folder is made
+    # Before a folder is made.
+    store = open_places(recipe.store, create=not resume) if recipe.store.uri else None
     recipe = resumed(recipe, store) if resume else claim_folder(recipe)
     assert recipe.output is not None and recipe.store.uri is not None
     folder = Path(recipe.output)
-    store = store if store is not None else open_places(recipe.store)
+    store = store if store is not None else open_places(recipe.store, create=not resume)
     with alone_in(folder):
         return _launched(recipe, folder, store, code, resume=resume, plain=plain, detach=detach)
 

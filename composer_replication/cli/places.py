@@ -70,13 +70,14 @@ def _launched(store: ObjectStore) -> bool:
     return bool(store.list(_HANDLES) or Marks(store).jobs())
 
 
-def open_places(section: StoreSection) -> ObjectStore:
-    """The store, tried: a place that can't be written is found out before replicas are started."""
+def open_places(section: StoreSection, *, create: bool = True) -> ObjectStore:
+    """The store, tried: a place that can't be written is found out before replicas are started. Without `create`, a
+    folder that isn't there is none: a run that goes on has one."""
     opened: dict[str, ObjectStore] = {}
     for name, uri in (("store.uri", section.uri), ("store.control", section.control)):
         if uri:
             try:
-                opened[name] = open_store(uri)
+                opened[name] = open_store(uri, create=create)
             except ValueError as error:
                 raise RecipeError(f"{name}: {error}") from error
             check_writable(opened[name])

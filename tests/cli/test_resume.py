@@ -155,6 +155,19 @@ def test_on_another_machine_the_store_is_all_there_is(tmp_path: Path) -> None:
         resumed(made(output=str(tmp_path / "other")), None)
 
 
+def test_a_refused_resume_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("name: x\nmodel: {name: byte_gpt}\ndata: {name: text_bytes}\n")
+    for values, words in (
+        ([f"output={tmp_path}/run", f"store.uri={tmp_path}/store"], "store isn't there: check the path"),
+        ([f"output={tmp_path}/run"], "no run in"),
+        ([f"output={tmp_path}"], "store isn't there"),  # a folder that holds a recipe, but has run nothing
+    ):
+        assert main(["launch", str(file), "--resume", *values]) == 2
+        assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
 def test_one_launcher_at_a_time_looks_after_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = made(output=str(tmp_path), store__uri=(tmp_path / "store").as_uri())
     LocalStore(tmp_path / "store").put("fleet.json", b"{}")
