@@ -12,7 +12,7 @@ SPREAD := -n $(WORKERS) --dist loadscope
 SITE ?= site
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-faults reliability check lint types format docs clean
+.PHONY: help install quickstart test test-faults reliability check lint types format docs clean
 
 help: ## Show the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,6 +22,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	@touch $@
+
+install: $(STAMP) ## Install into .venv (VENV=...: elsewhere)
 
 quickstart: $(STAMP) ## Train a small language model on four replicas, about three minutes on two cores
 	$(RUN)/composer-replication launch recipes/quickstart.yaml $(OVERRIDES)
