@@ -41,6 +41,10 @@ class Dropping(Regression):
         self.net = nn.Sequential(self.net[0], nn.Dropout(0.3), self.net[1], self.net[2])
 
 
+def savers(state: State) -> list[CheckpointSaver]:
+    return [one for one in state.callbacks if isinstance(one, CheckpointSaver)]
+
+
 def run(
     folder: Path | str,
     stops: tuple[int, ...],
@@ -63,7 +67,7 @@ def run(
 
             def halt(state: State) -> None:
                 if state.timestamp.batch == stop:
-                    for saver in (one for one in state.callbacks if isinstance(one, CheckpointSaver)):
+                    for saver in savers(state):
                         saver.fit_end(state, made.logger)  # uploads run behind: let them come in
                     raise Stop
 
@@ -83,6 +87,9 @@ def run(
                 max_duration="24ba",
                 **saving,
             )
+            for saver in savers(made.state):
+                # A link to the newest checkpoint is sent once that is there: looked for every 30 seconds.
+                saver._symlink_upload_wait_before_next_try_in_seconds = 0.2
             try:
                 made.fit()
                 assert stop is None
