@@ -51,7 +51,8 @@ def test_the_request_is_what_the_settings_say(service: Modal, tmp_path: Path) ->
         app="trainings",
         environment="staging",
     )
-    command = ("python", "-c", "print('it\\'s \"quoted\"')\n# a second line")
+    # It waits, as only what runs is listed.
+    command = ("python", "-c", "print('it\\'s \"quoted\"')\nimport threading; threading.Event().wait()")
     job_id = executor.submit_job(job(*command))
     (request,) = service.created
     asked = request.definition
