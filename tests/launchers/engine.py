@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,9 +113,12 @@ class Engine:
 
     def close(self) -> None:
         for container in self.containers:
-            process = container.process
+            with self.changed:
+                container.attempts_left = 0
+                process = container.process
             if process is not None and process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it ends at this moment
+                    os.killpg(process.pid, signal.SIGKILL)
         self.wait_for(lambda: all(container.ended for container in self.containers))
 
     # ------------------------------------------------------------------------------------------------------------------
