@@ -6,7 +6,8 @@ EXTRAS ?= dev,composer,torchft
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 OVERRIDES ?=
-WORKERS ?= 2
+# For two cores: many tests wait for processes and servers.
+WORKERS ?= 3
 # A module of tests stays with one worker: what its tests share is trained once.
 SPREAD := -n $(WORKERS) --dist loadscope
 SITE ?= site
