@@ -6,8 +6,7 @@ EXTRAS ?= dev,composer,torchft
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 OVERRIDES ?=
-# For two cores: many tests wait for processes and servers.
-WORKERS ?= 3
+WORKERS ?= 2
 # A module of tests stays with one worker: what its tests share is trained once.
 SPREAD := -n $(WORKERS) --dist loadscope
 SITE ?= site
